@@ -1,0 +1,171 @@
+"""What a user sees while a run goes on: the metrics file and the progress bar."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+__all__ = ["MetricsFile", "ProgressBar", "new_progress", "peak_memory_bytes"]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: allocated on the GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def new_progress(description: str) -> Progress:
+    """A progress bar on standard error; on something else than a terminal it stays silent."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn(description),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class MetricsFile(TrainerCallback):
+    """Writes ``metrics.jsonl``: one JSON object per logged step, evaluation and summary.
+
+    A resumed run drops the lines after its checkpoint, so that no step is there twice; a new run in
+    the same folder keeps the old file beside it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Names the file; nothing is written yet."""
+        self.path = path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Brings the file to the state of the step that training starts from."""
+        if not state.is_world_process_zero or not self.path.is_file():
+            return
+        if state.global_step == 0:
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(self.path.stat().st_mtime))
+            self.path.rename(self.path.with_name(f"metrics-until-{stamp}.jsonl"))
+            return
+        lines = self.path.read_text("utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= state.global_step]
+        aside = self.path.with_suffix(".tmp")
+        aside.write_text("".join(kept), "utf-8")
+        aside.replace(self.path)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Appends one line."""
+        if state.is_world_process_zero and logs:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):  # a line cut by a kill
+        return float("inf")
+
+
+class ProgressBar(TrainerCallback):
+    """A live bar with the latest step's numbers, and a line per logged step above it."""
+
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        """Takes a function that returns the latest step's numbers, by name."""
+        self._read = read
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Shows the bar."""
+        self._progress = new_progress("training")
+        self._task = self._progress.add_task(
+            "", total=state.max_steps, completed=state.global_step, numbers=""
+        )
+        self._progress.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Moves it."""
+        if self._progress is not None and self._task is not None:
+            numbers = _format(self._read())
+            self._progress.update(self._task, completed=state.global_step, numbers=numbers)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Says a line per logged step or evaluation, above the bar."""
+        if not logs or not state.is_world_process_zero:
+            return
+        console = self._progress.console if self._progress is not None else Console(stderr=True)
+        prefix = "eval_" if "eval_loss" in logs else ""
+        if f"{prefix}loss" not in logs:
+            return
+        label = "evaluation" if prefix else "step"
+        latest = {} if prefix else self._read()
+        numbers = _format({**latest, **_without_prefix(logs, prefix)})
+        text = f"{label} {state.global_step}/{state.max_steps}: {numbers}"
+        console.print(text, highlight=False, soft_wrap=True)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leaves the finished bar on the screen."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _without_prefix(logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in logs.items()}
+
+
+def _format(numbers: Mapping[str, float]) -> str:
+    shown = (
+        ("loss", "loss", "{:.4f}"),
+        ("rewards/accuracies", "accuracy", "{:.3f}"),
+        ("rewards/margins", "margin", "{:+.4f}"),
+        ("pairs_per_second", "pairs/s", "{:.2f}"),
+        ("tokens_per_second", "tokens/s", "{:.0f}"),
+        ("peak_memory_gib", "peak GiB", "{:.2f}"),
+    )
+    parts = [f"{label} {form.format(numbers[n])}" for n, label, form in shown if n in numbers]
+    return "  ".join(parts)

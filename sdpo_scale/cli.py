@@ -1,0 +1,125 @@
+"""``sdpo-scale``: parse and dispatch.
+
+    sdpo-scale train CONFIG [--field value ...] [--json]    train, evaluate, save
+    sdpo-scale score CONFIG [--field value ...] [--json]    fill the reference cache only
+
+CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code: 0, or 2 if something the user gave cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="sdpo-scale",
+        description="DPO training on packed preference pairs",
+        allow_abbrev=False,
+        epilog="Any option of SDPOConfig follows as --field value and wins over the file.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("train", "train, evaluate and save a model"),
+        ("score", "compute the reference log-probabilities only; resumable"),
+    ):
+        command = commands.add_parser(name, help=text, allow_abbrev=False)
+        command.add_argument("config", metavar="CONFIG", help="a YAML file, or demo")
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    options, fields = parser.parse_known_args(arguments)
+    _start_logging()
+    # imported late: --help and misspelt commands should not wait for torch
+    from sdpo_scale.config import read_config
+    from sdpo_scale.data.reference import NonFiniteError
+
+    run = {"train": _train, "score": _score}[options.command]
+    try:
+        result = run(read_config(options.config, fields))
+    except (ValueError, FileNotFoundError, NonFiniteError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    return 0
+
+
+def _start_logging() -> None:
+    logger = logging.getLogger("sdpo_scale")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+
+
+def _trainer(args: Any) -> Any:
+    from transformers.utils.logging import disable_progress_bar
+
+    from sdpo_scale.trainer import SDPOTrainer
+
+    disable_progress_bar()
+    return SDPOTrainer(args=args)
+
+
+def _score(args: Any) -> dict[str, Any]:
+    start = time.perf_counter()
+    counts = _trainer(args).score()
+    return {**counts, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _train(args: Any) -> dict[str, Any]:
+    start = time.perf_counter()
+    trainer = _trainer(args)
+    resume = args.resume_from_checkpoint
+    if isinstance(resume, str) and resume.lower() in ("true", "false"):
+        resume = resume.lower() == "true"
+    trained = trainer.train(resume)
+    history = trainer.state.log_history
+    evaluations = [entry for entry in history if "eval_loss" in entry]
+    if trainer.inputs.eval is not None and (
+        not evaluations or evaluations[-1]["step"] != trained.global_step
+    ):
+        evaluations.append({**trainer.evaluate(), "step": trained.global_step})
+    trainer.save_model()
+    trainer.save_state()
+    trainer.create_model_card()
+    return {
+        "output_dir": str(Path(args.output_dir).resolve()),
+        "steps": trained.global_step,
+        "train_loss": trained.training_loss,
+        "eval_before": evaluations[0] if evaluations else None,
+        "eval_after": evaluations[-1] if evaluations else None,
+        "pairs_per_second": trained.metrics["train_samples_per_second"],
+        "peak_memory_gib": trainer.step_numbers.get("peak_memory_gib"),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    console = Console()
+    before, after = result.get("eval_before"), result.get("eval_after")
+    if before and after:
+        table = Table(title="held-out pairs")
+        for heading in ("metric", f"step {before['step']}", f"step {after['step']}"):
+            table.add_column(heading, justify="right")
+        for name in ("loss", "rewards/accuracies", "rewards/margins"):
+            values = [f"{entry[f'eval_{name}']:.4f}" for entry in (before, after)]
+            table.add_row(name, *values)
+        console.print(table)
+    for name, value in result.items():
+        if not isinstance(value, dict) and value is not None:
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            console.print(f"{name.replace('_', ' ')}: {text}", highlight=False, soft_wrap=True)

@@ -1,0 +1,334 @@
+"""SDPOConfig: every option of a run, its checks, and reading it from YAML and the command line.
+
+It is a transformers ``TrainingArguments``: what those know (schedulers, optimizers, trackers,
+saving, the Hub) is set under the names their users know. The fields below are added or have another
+default.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+import re
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import TrainingArguments
+
+from sdpo_scale import demo
+from sdpo_scale.objectives import OBJECTIVES, Objective
+
+__all__ = ["SDPOConfig", "read_config"]
+
+_ALIASES = {
+    "model_name_or_path": "model",
+    "tokenizer_name_or_path": "tokenizer",
+    "dataset_name": "train_dataset",
+    "train_file": "train_dataset",
+    "eval_file": "eval_dataset",
+    "validation_file": "eval_dataset",
+    "dataset_train_split": "train_split",
+    "dataset_test_split": "eval_split",
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Names that users of TRL, transformers and their examples type → the field here."""
+
+_REFUSED = {
+    "per_device_train_batch_size": "set train_batch_size, pairs per optimizer step over all ranks",
+    "per_device_eval_batch_size": "evaluation packs pairs up to max_tokens by itself",
+    "gradient_accumulation_steps": "set train_batch_size (pairs per optimizer step) and max_tokens "
+    "(tokens per micro-batch); the number of micro-batches follows",
+    "auto_find_batch_size": "the batch never changes with memory; lower max_tokens instead",
+    "label_smoothing_factor": "it belongs to classification; set label_smoothing",
+    "neftune_noise_alpha": "noise in the policy alone would make it differ from the reference",
+    "torch_compile": "compiled packs are not tested",
+    "use_liger_kernel": "the head is already chunked, and patched models are not tested",
+    "prediction_loss_only": "evaluation returns metrics only",
+}
+"""Options of TrainingArguments that would not do here what they say → what to do instead."""
+
+
+@dataclass
+class SDPOConfig(TrainingArguments):
+    """Options of a training run; see ``TrainingArguments`` for those not listed here.
+
+    Raises:
+        ValueError: an option is out of range or contradicts another; names the option and a way
+            out.
+    """
+
+    output_dir: str | None = field(default="sdpo-output")
+    """Folder of the trained model, checkpoints and metrics.jsonl."""
+
+    model: str | None = field(default=None)
+    """Policy to train: a folder, a Hub name, or ``demo`` (SmolLM2-135M-Instruct)."""
+    tokenizer: str | None = field(default=None)
+    """Folder or Hub name of the tokenizer; the model's own if not given."""
+    model_init_kwargs: dict[str, Any] | None = field(default=None)
+    """Passed to ``from_pretrained``, e.g. ``{revision: ..., dtype: bfloat16}``; dtype is float32 if
+    not given."""
+    eos_token: str | None = field(default=None)
+    """End-of-sequence token, where the tokenizer has none or another."""
+    chat_template: str | None = field(default=None)
+    """Chat template (Jinja text or a file), where the tokenizer has none or another."""
+
+    train_dataset: Any = field(default=None)
+    """Preference pairs: .jsonl, .json, .parquet, a ``save_to_disk`` folder, a Hub name, a list of
+    these, or ``demo``."""
+    eval_dataset: Any = field(default=None)
+    """Pairs to evaluate on, in the same forms."""
+    train_split: str = field(default="train")
+    """Split of ``train_dataset`` where it has splits."""
+    eval_split: str = field(default="test")
+    """Split of ``eval_dataset`` where it has splits."""
+    eval_holdout: int | None = field(default=None)
+    """Hold out one prompt in so many for evaluation (sha256 of the prompt modulo this number is 0);
+    all pairs of a prompt are on the same side."""
+    max_train_samples: int | None = field(default=None)
+    """Use at most so many training pairs, the first ones."""
+    max_eval_samples: int | None = field(default=None)
+    """Use at most so many evaluation pairs, the first ones."""
+    max_length: int | None = field(default=1024)
+    """Most tokens of prompt + response; longer responses are cut, and the log says how many."""
+    truncation_mode: str = field(default="keep_start")
+    """``keep_start`` cuts the response's end; ``keep_end`` cuts the prompt's start first."""
+    on_bad_row: str = field(default="error")
+    """``error`` names unusable rows and stops; ``skip`` leaves them out, counted and listed."""
+    cache_dir: str | None = field(default=None)
+    """Folder of tokenized rows and reference log-probabilities; the user's cache folder if not
+    given."""
+
+    train_batch_size: int = field(default=32)
+    """Pairs per optimizer step over all ranks. Never changes with hardware."""
+    max_tokens: int = field(default=8192)
+    """Most tokens of one micro-batch. Changes speed and memory, never the result."""
+
+    loss_type: str | list[str] = field(default="sigmoid")
+    """sigmoid, hinge, ipo or robust."""
+    beta: float = field(default=0.1)
+    """Inverse temperature β of the objective."""
+    label_smoothing: float = field(default=0.0)
+    """ε of sigmoid (conservative DPO) and robust."""
+    reference_free: bool = field(default=False)
+    """Use the uniform reference: log-ratios are the policy's log-probabilities."""
+
+    learning_rate: float = field(default=1e-6)
+    """Initial learning rate."""
+    logging_steps: float = field(default=10)
+    """Optimizer steps between two lines of metrics."""
+    activation_checkpointing: bool | None = field(default=True)
+    """Recompute activations in the backward instead of storing them."""
+    bf16: bool | None = field(default=None)  # type: ignore[assignment]
+    """Compute in bfloat16 (autocast); by default where the GPU supports it."""
+    eval_on_start: bool = field(default=True)
+    """Evaluate before the first step, where there are evaluation pairs."""
+    report_to: str | list[str] | None = field(default=None)
+    """Trackers; by default TensorBoard where it is installed."""
+    logging_nan_inf_filter: bool = field(default=False)
+    """Off: a NaN stops the run instead of being averaged away."""
+    dataloader_pin_memory: bool = field(default=False)
+    """Off: what workers hand over are token ids, laid out later."""
+
+    def __post_init__(self) -> None:
+        """Checks options among themselves and resolves those that depend on the machine."""
+        if self.gradient_checkpointing is not None:
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.gradient_checkpointing = None
+        if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
+            self.loss_type = self.loss_type[0]
+        self._refuse_options_without_effect()
+        self._check_objective()
+        self._check_data_options()
+        if self.bf16 is None:
+            on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = not self.fp16 and not self.use_cpu and on_gpu
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.report_to is None:
+            has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+            self.report_to = ["tensorboard"] if has_tensorboard else []
+        self.disable_tqdm = True  # the run shows its own progress
+        super().__post_init__()
+        if self.world_size > 1 or self.n_gpu > 1:
+            raise ValueError(
+                f"{max(self.world_size, self.n_gpu)} devices are visible, but training on several "
+                "is not supported yet: launch one process, with CUDA_VISIBLE_DEVICES set to one GPU"
+            )
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """Autocast's dtype; None where products run in the parameters' dtype."""
+        if self.bf16:
+            return torch.bfloat16
+        return torch.float16 if self.fp16 else None
+
+    @property
+    def cache_path(self) -> Path:
+        """The folder of tokenized rows and reference log-probabilities."""
+        if self.cache_dir is not None:
+            return Path(self.cache_dir).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(base).expanduser() / "sdpo_scale"
+
+    @property
+    def output_path(self) -> Path:
+        """``output_dir`` as a path."""
+        assert self.output_dir is not None, "TrainingArguments fills it in"
+        return Path(self.output_dir)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss that ``loss_type`` names."""
+        assert isinstance(self.loss_type, str)
+        return OBJECTIVES[self.loss_type]
+
+    def _refuse_options_without_effect(self) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
+        for name, advice in _REFUSED.items():
+            if getattr(self, name) not in (defaults[name], None):
+                raise ValueError(f"option {name} = {getattr(self, name)!r} is refused: {advice}")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ValueError(
+                f"train_sampling_strategy {self.train_sampling_strategy!r} is refused: packing "
+                "needs no grouping by length; choose 'random' or 'sequential'"
+            )
+
+    def _check_objective(self) -> None:
+        objective = OBJECTIVES.get(self.loss_type) if isinstance(self.loss_type, str) else None
+        if objective is None:
+            raise ValueError(
+                f"loss_type {self.loss_type!r} is unknown"
+                f"{_nearest(str(self.loss_type), OBJECTIVES)}; choose one of "
+                f"{', '.join(OBJECTIVES)}"
+            )
+        if not self.beta > 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+        if self.label_smoothing and not objective.takes_label_smoothing:
+            raise ValueError(
+                f"label_smoothing = {self.label_smoothing} has no effect with loss_type "
+                f"{self.loss_type!r}; set it to 0 or choose sigmoid or robust"
+            )
+
+    def _check_data_options(self) -> None:
+        for name, choices in (
+            ("truncation_mode", ("keep_start", "keep_end")),
+            ("on_bad_row", ("error", "skip")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is unknown; choose {' or '.join(choices)}"
+                )
+        minimum = {
+            "train_batch_size": 1,
+            "max_tokens": 3,
+            "max_length": 2,
+            "eval_holdout": 2,
+            "max_train_samples": 1,
+            "max_eval_samples": 1,
+        }
+        for name, least in minimum.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.eval_holdout is not None and self.eval_dataset is not None:
+            raise ValueError(
+                "eval_holdout takes evaluation pairs from train_dataset, but eval_dataset is set "
+                "as well; drop one of them"
+            )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers are those of YAML 1.2: ``5e-7`` and ``.1`` are numbers, not text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$"),
+    list("-+.0123456789"),
+)
+
+
+def read_config(path: str, arguments: Sequence[str] = ()) -> SDPOConfig:
+    """Reads a YAML file and command-line overrides into a config.
+
+    Args:
+        path: a YAML file, or ``demo`` for the demonstration's.
+        arguments: ``--field value`` or ``--field=value``; a field without a value is set to true.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ValueError: unknown option (with the nearest name), a value of the wrong type, or a failed
+            check.
+        FileNotFoundError: there is no such file.
+    """
+    file = demo.config_path() if path == "demo" else Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"config file {path!r} does not exist")
+    values = yaml.load(file.read_text("utf-8"), Loader=_Loader) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: a config is a mapping of options, got {type(values).__name__}")
+    options = {_field_name(str(name), where=str(file)): value for name, value in values.items()}
+    options.update(_parse_arguments(arguments))
+    fields = {f.name: f.type for f in dataclasses.fields(SDPOConfig)}
+    checked = {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
+    return SDPOConfig(**checked)
+
+
+def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    remaining = list(arguments)
+    while remaining:
+        token = remaining.pop(0)
+        if not token.startswith("--"):
+            raise ValueError(f"expected --field value, got {token!r}")
+        name, equals, text = token[2:].partition("=")
+        if not equals:
+            has_value = bool(remaining) and not remaining[0].startswith("--")
+            text = remaining.pop(0) if has_value else "true"
+        options[_field_name(name, where="command line")] = yaml.load(text, Loader=_Loader)
+    return options
+
+
+def _field_name(name: str, *, where: str) -> str:
+    name = name.replace("-", "_")
+    name = _ALIASES.get(name, name)
+    known = [f.name for f in dataclasses.fields(SDPOConfig)]
+    if name not in known:
+        raise ValueError(f"{where}: unknown option {name!r}{_nearest(name, [*known, *_ALIASES])}")
+    return name
+
+
+def _nearest(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _checked_value(name: str, value: Any, *, annotation: Any) -> Any:
+    """The value, with whole numbers made float where the field is one.
+
+    Raises:
+        ValueError: names the option and the value that does not have its type.
+    """
+    is_union = isinstance(annotation, types.UnionType)
+    accepted = typing.get_args(annotation) if is_union else (annotation,)
+    if not all(isinstance(t, type) and t in (bool, int, float, str, type(None)) for t in accepted):
+        return value
+    if float in accepted and type(value) is int:
+        return value if int in accepted or name.endswith("_steps") else float(value)
+    if int in accepted and float not in accepted and type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) not in accepted:
+        wanted = " or ".join("nothing" if t is type(None) else t.__name__ for t in accepted)
+        raise ValueError(f"option {name}: {value!r} is not {wanted}")
+    return value

@@ -1,0 +1,253 @@
+"""The reference model's per-token log-probabilities on disk, keyed by contents.
+
+Layout under ``<cache_dir>/reference/``:
+
+    <key>/manifest.json          the parts that the key is made of, for the log
+    <key>/shard-<digest>.arrow   some pairs: content_hash, chosen_logprobs, rejected_logprobs
+
+The key is a digest of everything but the rows: model parameters, dtype of computation, tokenizer,
+template, lengths. Within a key each pair is found by the hash of its token ids, never by its
+position, so reordered rows are found again, new rows are appended, and an edited row is scored
+anew. A shard's name is the digest of its bytes and it is renamed into place when complete: a killed
+run loses at most the shard being written, and a damaged file is noticed when the cache is opened.
+
+Per token, not per response: prefix truncation needs the partial sums.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sdpo_scale.data.pairs import PairDataset
+from sdpo_scale.packing.layout import PackLayout, build_layout
+from sdpo_scale.packing.plan import plan_step
+
+__all__ = ["NonFiniteError", "ReferenceCache", "ReferenceLogprobs", "score_pairs"]
+
+logger = logging.getLogger(__name__)
+
+ResponseLogprobs = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""float32 [n⁺] and float32 [n⁻]: log-probabilities of the chosen and of the rejected response's
+tokens."""
+
+_SCHEMA = pa.schema(
+    [
+        ("content_hash", pa.binary(16)),
+        ("chosen_logprobs", pa.list_(pa.float32())),
+        ("rejected_logprobs", pa.list_(pa.float32())),
+    ]
+)
+_PAIRS_PER_SHARD = 256
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or log-probability is NaN or infinite.
+
+    Attributes:
+        what: what was not finite.
+        pair_ids: the pairs concerned, as row numbers of the data set.
+    """
+
+    def __init__(self, what: str, pair_ids: Sequence[int]) -> None:
+        """Names what is not finite and the rows concerned."""
+        self.what = what
+        self.pair_ids = tuple(int(pair_id) for pair_id in pair_ids)
+        super().__init__(what, self.pair_ids)
+
+    def __str__(self) -> str:
+        """The message, with at most ten of the rows."""
+        rows = ", ".join(str(pair_id) for pair_id in self.pair_ids[:10])
+        more = f" and {len(self.pair_ids) - 10} more" if len(self.pair_ids) > 10 else ""
+        return f"{self.what} is not finite for the pairs of rows {rows}{more}"
+
+
+class ReferenceLogprobs:
+    """The reference log-probabilities of a data set's pairs, in the order of the data set."""
+
+    def __init__(self, cache: "ReferenceCache", rows: NDArray[np.int64]) -> None:
+        """Binds rows of the cache, one per pair of the data set."""
+        self._cache = cache
+        self._rows = rows
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> ResponseLogprobs:
+        """Log-probabilities of the pair at ``index`` of the data set."""
+        return self._cache.read(int(self._rows[index]))
+
+
+class ReferenceCache:
+    """Reference log-probabilities of one key, memory-mapped and appendable."""
+
+    def __init__(self, root: Path, parts: Mapping[str, str]) -> None:
+        """Opens or creates the cache of a key and verifies its files.
+
+        Args:
+            root: the folder that holds the caches of all keys.
+            parts: name → contents digest or value of everything the log-probabilities depend on
+                besides
+                a pair's own tokens.
+        """
+        text = json.dumps(dict(sorted(parts.items())))
+        self.key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.folder = root / self.key
+        if not self.folder.is_dir():
+            _log_changed_parts(root, parts)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write_aside(self.folder / "manifest.json", text.encode())
+        self._table = _SCHEMA.empty_table()
+        self._row_of_hash: dict[bytes, int] = {}
+        for path in sorted(self.folder.glob("shard-*.arrow")):
+            if path.name == _shard_name(path.read_bytes()):
+                self._add(path)
+            else:
+                logger.warning("reference cache: %s is damaged; its pairs are scored anew", path)
+                path.unlink()
+
+    def __len__(self) -> int:
+        """Number of pairs in the cache."""
+        return len(self._row_of_hash)
+
+    def rows(self, content_hashes: Sequence[bytes]) -> NDArray[np.int64]:
+        """int64 [N]: the row of each pair in this cache, −1 where it is missing."""
+        return np.array([self._row_of_hash.get(h, -1) for h in content_hashes], dtype=np.int64)
+
+    def read(self, row: int) -> ResponseLogprobs:
+        """Log-probabilities of a row, without a copy."""
+        assert row >= 0, "the pair has not been scored"
+        return (
+            self._table["chosen_logprobs"][row].values.to_numpy(),
+            self._table["rejected_logprobs"][row].values.to_numpy(),
+        )
+
+    def append(self, content_hashes: Sequence[bytes], logprobs: Sequence[ResponseLogprobs]) -> None:
+        """Adds pairs as one shard, which is complete on disk when this returns."""
+        chosen, rejected = zip(*logprobs, strict=True)
+        columns = [list(content_hashes), list(chosen), list(rejected)]
+        arrays = [pa.array(c, type=f.type) for c, f in zip(columns, _SCHEMA, strict=True)]
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
+        contents = sink.getvalue().to_pybytes()
+        path = self.folder / _shard_name(contents)
+        _write_aside(path, contents)
+        self._add(path)
+
+    def _add(self, path: Path) -> None:
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+        first = len(self._table)
+        self._table = pa.concat_tables([self._table, table])
+        for offset, content_hash in enumerate(table["content_hash"].to_pylist()):
+            self._row_of_hash[content_hash] = first + offset
+
+
+def score_pairs(
+    dataset: PairDataset,
+    cache: ReferenceCache,
+    *,
+    forward: Callable[[PackLayout], Tensor],
+    max_tokens: int,
+    indices: NDArray[np.int64] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ReferenceLogprobs:
+    """Fills the cache with the pairs of a data set that it lacks.
+
+    Uses the packs of training, no random numbers and no gradient. Killed at any moment it continues
+    from the last complete shard.
+
+    Args:
+        dataset: the pairs.
+        cache: of the reference model's key.
+        forward: layout → float [R] log-probabilities of its response tokens.
+        max_tokens: the most tokens of one pack.
+        indices: the pairs to score, where a run uses fewer than there are; all if None.
+        on_progress: called with (pairs scored, pairs to score) after each pack.
+
+    Returns:
+        Log-probabilities in the order of ``dataset``; reading one that was not to be scored is an
+        error.
+
+    Raises:
+        NonFiniteError: a log-probability is NaN or infinite; nothing of its shard is stored.
+    """
+    hashes = dataset.content_hashes
+    wanted = np.arange(len(dataset)) if indices is None else np.unique(indices)
+    missing = wanted[cache.rows([hashes[i] for i in wanted]) < 0]
+    logger.info(
+        "reference: %d of %d pairs in the cache, %d to score",
+        len(wanted) - len(missing),
+        len(wanted),
+        len(missing),
+    )
+    done = 0
+    for start in range(0, len(missing), _PAIRS_PER_SHARD):
+        window = missing[start : start + _PAIRS_PER_SHARD]
+        scored: dict[int, ResponseLogprobs] = {}
+        for pack in _score_window(dataset, window, forward=forward, max_tokens=max_tokens):
+            scored.update(pack)
+            if on_progress is not None:
+                on_progress(done + len(scored), len(missing))
+        bad = [dataset[i].pair_id for i, pair in scored.items() if not _all_finite(pair)]
+        if bad:
+            raise NonFiniteError("a reference log-probability", sorted(bad))
+        cache.append([hashes[i] for i in window], [scored[int(i)] for i in window])
+        done += len(window)
+    return ReferenceLogprobs(cache, cache.rows(hashes))
+
+
+def _score_window(
+    dataset: PairDataset,
+    window: NDArray[np.int64],
+    *,
+    forward: Callable[[PackLayout], Tensor],
+    max_tokens: int,
+) -> Iterator[dict[int, ResponseLogprobs]]:
+    plan = plan_step(dataset.lengths[window].sum(axis=1), max_tokens=max_tokens)
+    for micro_batch in plan.micro_batches:
+        indices = [int(window[position]) for position in micro_batch.positions]
+        layout = build_layout([dataset[i].tokens for i in indices])
+        with torch.no_grad():
+            logprobs_R = forward(layout).float().cpu().numpy()
+        ends = np.cumsum(dataset.lengths[indices][:, 1:].reshape(-1))
+        parts = np.split(logprobs_R, ends[:-1])
+        yield {i: (parts[2 * n], parts[2 * n + 1]) for n, i in enumerate(indices)}
+
+
+def _all_finite(pair: ResponseLogprobs) -> bool:
+    return all(bool(np.isfinite(part).all()) for part in pair)
+
+
+def _shard_name(contents: bytes) -> str:
+    return f"shard-{hashlib.sha256(contents).hexdigest()[:32]}.arrow"
+
+
+def _write_aside(path: Path, contents: bytes) -> None:
+    """Writes beside the path and renames: the file is complete or absent."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(contents)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def _log_changed_parts(root: Path, parts: Mapping[str, str]) -> None:
+    """Says which parts of the key differ from the most similar cache there is."""
+    changed_parts = []
+    for manifest in root.glob("*/manifest.json"):
+        other = json.loads(manifest.read_text("utf-8"))
+        changed_parts.append(sorted(k for k in {*parts, *other} if parts.get(k) != other.get(k)))
+    if changed_parts:
+        changed = min(changed_parts, key=len)
+        logger.info("reference cache: built anew, changed: %s", ", ".join(changed))

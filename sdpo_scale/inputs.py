@@ -1,0 +1,209 @@
+"""From options to what a run consists of: tokenizer, pairs, model, in the order of their cost.
+
+Everything that a user can get wrong is refused before the weights are read.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from sdpo_scale import demo
+from sdpo_scale.config import SDPOConfig
+from sdpo_scale.data.pairs import PairDataset
+from sdpo_scale.data.preference import Preparation, PreparationReport, prepare_pairs
+from sdpo_scale.data.tokenization import tokenizer_fingerprint
+from sdpo_scale.modeling.loading import (
+    check_config,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_model_name,
+)
+
+__all__ = ["RunInputs", "prepare_inputs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """Tokenizer, pairs and model of a run."""
+
+    model: PreTrainedModel
+    model_name: str
+    """As the user gave it, for messages and the model card."""
+    tokenizer: PreTrainedTokenizerBase
+    train: PairDataset
+    eval: PairDataset | None
+    reports: dict[str, PreparationReport]
+    """``train`` and, if there is one, ``eval`` → what preparation kept, cut and left out."""
+    data_key: dict[str, str]
+    """What token ids depend on besides rows: parts of the reference cache's key."""
+
+
+def prepare_inputs(
+    args: SDPOConfig,
+    *,
+    model: PreTrainedModel | str | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    train_dataset: Any,
+    eval_dataset: Any,
+) -> RunInputs:
+    """Loads, tokenizes and checks what a run needs.
+
+    Arguments given here win over the options of the same name.
+
+    Args:
+        args: the options.
+        model: a model, a folder or Hub name, or None for ``args.model``.
+        tokenizer: a tokenizer, or None for ``args.tokenizer`` or the model's own.
+        train_dataset: training pairs in any accepted form, or None for ``args.train_dataset``.
+        eval_dataset: evaluation pairs, or None for ``args.eval_dataset`` or the held-out prompts.
+
+    Raises:
+        ValueError: an option or a model that cannot be used, naming it.
+        DataError: an unusable row, naming file, row and column.
+    """
+    model = _required(model, args.model, option="model")
+    train_dataset = _required(train_dataset, args.train_dataset, option="train_dataset")
+    eval_dataset = eval_dataset if eval_dataset is not None else args.eval_dataset
+    init_kwargs = dict(args.model_init_kwargs or {})
+    if isinstance(model, str):
+        name = model
+        path = resolve_model_name(name, cache_dir=args.cache_path)
+        config = load_config(path, **_hub_options(init_kwargs))
+    else:
+        name = path = model.config._name_or_path
+        config = model.config
+        check_config(config, name=name or type(model).__name__)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(
+            args.tokenizer or path,
+            eos_token=args.eos_token,
+            chat_template=args.chat_template,
+            **_hub_options(init_kwargs if args.tokenizer is None else {}),
+        )
+    datasets, reports = _prepare_datasets(args, tokenizer, train_dataset, eval_dataset)
+    for part, report in reports.items():
+        _check_against_model(report, config, args=args, part=part)
+    if isinstance(model, str):
+        model = load_model(path, **init_kwargs)
+    return RunInputs(
+        model=model,
+        model_name=name,
+        tokenizer=tokenizer,
+        train=datasets["train"],
+        eval=datasets.get("eval"),
+        reports=reports,
+        data_key={
+            **tokenizer_fingerprint(tokenizer),
+            "max_length": str(args.max_length),
+            "truncation_mode": args.truncation_mode,
+        },
+    )
+
+
+def _required(given: Any, configured: Any, *, option: str) -> Any:
+    value = given if given is not None else configured
+    if value is None:
+        raise ValueError(f"option {option} is missing: set it in the config or pass --{option}")
+    return value
+
+
+def _hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the model's options that say where its files come from."""
+    names = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only")
+    return {name: init_kwargs[name] for name in names if name in init_kwargs}
+
+
+def _prepare_datasets(
+    args: SDPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    train_dataset: Any,
+    eval_dataset: Any,
+) -> tuple[dict[str, PairDataset], dict[str, PreparationReport]]:
+    sources = {"train": (train_dataset, args.train_split, args.max_train_samples)}
+    if eval_dataset is not None:
+        sources["eval"] = (eval_dataset, args.eval_split, args.max_eval_samples)
+    elif args.eval_holdout is not None:
+        sources["eval"] = (train_dataset, args.train_split, args.max_eval_samples)
+    datasets, reports = {}, {}
+    for part, (source, split, max_samples) in sources.items():
+        options = Preparation(
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            on_bad_row=args.on_bad_row,
+            max_samples=max_samples,
+            holdout=args.eval_holdout,
+            holdout_part=part if args.eval_holdout is not None else None,
+        )
+        datasets[part], reports[part] = prepare_pairs(
+            str(demo.pairs_path()) if isinstance(source, str) and source == "demo" else source,
+            tokenizer,
+            options=options,
+            cache_dir=args.cache_path / "tokens",
+            split=split,
+        )
+        for line in reports[part].describe():
+            logger.info("%s data: %s", part, line)
+    _list_skipped_rows(args.output_path, reports)
+    return datasets, reports
+
+
+def _list_skipped_rows(folder: Path, reports: dict[str, PreparationReport]) -> None:
+    """Writes the rows left out and why to ``skipped_rows.jsonl`` in the output folder."""
+    lines = [
+        {
+            "data": part,
+            "row": e.row,
+            "line": e.line,
+            "column": e.column,
+            "reason": str(e),
+            "file": e.file,
+        }
+        for part, report in reports.items()
+        for e in report.skipped_rows
+    ]
+    if lines:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "skipped_rows.jsonl"
+        path.write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8"
+        )
+        logger.warning("%d rows were left out; they are listed in %s", len(lines), path)
+
+
+def _check_against_model(
+    report: PreparationReport, config: PreTrainedConfig, *, args: SDPOConfig, part: str
+) -> None:
+    """Compares what the data holds with what model and micro-batch can hold.
+
+    Raises:
+        ValueError: a token id without an embedding, or a pair longer than ``max_tokens``.
+    """
+    if report.max_token_id >= config.vocab_size:
+        raise ValueError(
+            f"{part} data, {report.max_token_id_row}: token id {report.max_token_id} needs "
+            f"{report.max_token_id + 1} embedding rows, the model has {config.vocab_size}; "
+            "tokenizer and model do not belong together"
+        )
+    if report.longest_pair > args.max_tokens:
+        raise ValueError(
+            f"{part} data, {report.longest_pair_row}: the pair has {report.longest_pair} tokens "
+            f"(prompt + both responses), max_tokens is {args.max_tokens}; both responses of a pair "
+            "run in one micro-batch, so raise max_tokens or lower max_length"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and report.longest_sequence > positions:
+        logger.warning(
+            "%s data: the longest sequence has %d tokens, the model was trained for %d positions; "
+            "its rotary positions extrapolate, set max_length to %d to avoid that",
+            part,
+            report.longest_sequence,
+            positions,
+            positions,
+        )

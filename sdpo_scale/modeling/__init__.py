@@ -1,0 +1,1 @@
+"""What runs inside the model: attention over packs, token log-probabilities, loading."""

@@ -1,0 +1,236 @@
+"""Hidden states → per-token log-probabilities, and the model forward that returns them.
+
+Shape legend: T packed tokens, R response positions, C rows of one chunk, D model, V vocabulary.
+
+Flow of one pack
+    1. body     input_ids_T → hidden_TD, attention over the pack's segments
+    2. gather   hidden_RD = hidden_TD[hidden_index_R]: only what predicts a response token
+    3. head     in chunks of C rows: logits_CV → log-probability of the target; the logits are
+    dropped 4. backward chunk by chunk: logits_CV again, softmax minus one-hot, gradients of hidden
+    and head
+
+Memory: one chunk of float32 logits (C·V·4 bytes) at a time, in the forward and in the backward,
+whatever the pack's length; plus the head's float32 gradient (V·D·4 bytes) while step 4 runs.
+
+Sharding: body and head run inside the root module's ``forward``, and the head's loop inside the
+head module's ``forward``, so hooks that gather sharded parameters fire as for any other model. The
+head's weight is an input of one autograd function and its gradient is returned once per backward,
+summed over chunks by hand: ZeRO-3 accepts one gradient per parameter and backward, FSDP2 reduces it
+once.
+"""
+
+import types
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sdpo_scale.modeling.attention import ATTENTION_NAME, segments_of
+from sdpo_scale.packing.layout import PackLayout
+
+__all__ = ["TokenLogprobs", "bind_logprob_forward", "chunked_logprobs"]
+
+_CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
+"""Size of one chunk of float32 logits: on CPU it should stay near the caches, on a GPU fill it."""
+
+
+class TokenLogprobs(NamedTuple):
+    """What the bound forward returns for a pack."""
+
+    logprobs_R: Tensor
+    """float32 [R] (float64 for float64 models), log-probability of each response token, in nats."""
+    statistics_R3: Tensor | None
+    """float32 [R, 3] without gradient, or None: entropy in nats, mean logit, 1.0 if the target is
+    the top."""
+
+
+def chunked_logprobs(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    target_ids_R: Tensor,
+    *,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+    with_statistics: bool = False,
+) -> TokenLogprobs:
+    """Log-softmax of a linear head at the targets, without the logits of all rows at once.
+
+    Computes log softmax(f(h Wᵀ))[y] with f(z) = softcap · tanh(z / softcap), or f(z) = z. Products
+    run in the autocast dtype if autocast is on, else in the dtype of ``hidden_RD``; the log-sum-exp
+    and all sums over the vocabulary run in float32 (float64 for float64 inputs).
+
+    Args:
+        hidden_RD: float [R, D], differentiable.
+        weight_VD: float [V, D], the head's weight, differentiable.
+        target_ids_R: int64 [R].
+        softcap: cap of the logits, as in Gemma 2.
+        chunk_rows: rows per chunk; by default what fits a fixed number of bytes.
+        with_statistics: also return entropy, mean logit and top-1 agreement of each row.
+
+    Returns:
+        Log-probabilities and, if asked for, statistics.
+    """
+    device_type = hidden_RD.device.type
+    dtype = hidden_RD.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    if chunk_rows is None:
+        bytes_per_row = 4 * weight_VD.shape[0]
+        chunk_rows = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // bytes_per_row)
+    logprobs_R, statistics_R3 = _ChunkedLogprobs.apply(
+        hidden_RD, weight_VD, target_ids_R, (dtype, softcap, chunk_rows, with_statistics)
+    )
+    return TokenLogprobs(logprobs_R, statistics_R3 if with_statistics else None)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        target_ids_R: Tensor,
+        settings: tuple[torch.dtype, float | None, int, bool],
+    ) -> tuple[Tensor, Tensor]:
+        dtype, softcap, chunk_rows, with_statistics = settings
+        accumulated = torch.promote_types(dtype, torch.float32)
+        num_rows = hidden_RD.shape[0]
+        logprobs_R = hidden_RD.new_empty(num_rows, dtype=accumulated)
+        lse_R = hidden_RD.new_empty(num_rows, dtype=accumulated)
+        statistics_R3 = hidden_RD.new_empty(
+            num_rows if with_statistics else 0, 3, dtype=torch.float32
+        )
+        with torch.autocast(hidden_RD.device.type, enabled=False):
+            weight = weight_VD.to(dtype)
+            for rows in _chunks(num_rows, chunk_rows):
+                logits_CV = _logits(hidden_RD[rows].to(dtype), weight, softcap, accumulated)
+                target_logits_C = logits_CV.gather(1, target_ids_R[rows, None])[:, 0]
+                lse_R[rows] = torch.logsumexp(logits_CV, dim=-1)
+                logprobs_R[rows] = target_logits_C - lse_R[rows]
+                if with_statistics:
+                    statistics_R3[rows] = _statistics(logits_CV, lse_R[rows], target_logits_C)
+        ctx.save_for_backward(hidden_RD, weight_VD, target_ids_R, lse_R)
+        ctx.settings = (dtype, softcap, chunk_rows)
+        ctx.mark_non_differentiable(statistics_R3)
+        return logprobs_R, statistics_R3
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_R: Tensor, _grad_statistics: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_RD, weight_VD, target_ids_R, lse_R = ctx.saved_tensors
+        dtype, softcap, chunk_rows = ctx.settings
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_RD = torch.empty_like(hidden_RD) if needs_hidden else None
+        grad_weight_VD = None
+        if needs_weight:
+            grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_R.dtype)
+        weight = weight_VD.to(dtype)
+        for rows in _chunks(hidden_RD.shape[0], chunk_rows):
+            hidden_CD = hidden_RD[rows].to(dtype)
+            logits_CV = _logits(hidden_CD, weight, softcap, lse_R.dtype)
+            # d log p(y) / d logit = onehot(y) − softmax, times f'(z) = 1 − (f(z) / softcap)²
+            slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
+            grad_CV = logits_CV.sub_(lse_R[rows, None]).exp_().neg_()
+            grad_CV.scatter_add_(1, target_ids_R[rows, None], torch.ones_like(grad_CV[:, :1]))
+            grad_CV.mul_(grad_R[rows, None])
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
+            grad_CV = grad_CV.to(dtype)
+            if grad_hidden_RD is not None:
+                grad_hidden_RD[rows] = (grad_CV @ weight).to(hidden_RD.dtype)
+            if grad_weight_VD is not None:
+                if dtype == grad_weight_VD.dtype:
+                    grad_weight_VD.addmm_(grad_CV.t(), hidden_CD)
+                else:
+                    grad_weight_VD += grad_CV.t() @ hidden_CD
+        if grad_weight_VD is not None:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_RD, grad_weight_VD, None, None
+
+
+def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
+    return [slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows)]
+
+
+def _logits(
+    hidden_CD: Tensor, weight_VD: Tensor, softcap: float | None, accumulated: torch.dtype
+) -> Tensor:
+    logits_CV = F.linear(hidden_CD, weight_VD).to(accumulated)
+    if softcap is not None:
+        logits_CV = softcap * torch.tanh(logits_CV / softcap)
+    return logits_CV
+
+
+def _statistics(logits_CV: Tensor, lse_C: Tensor, target_logits_C: Tensor) -> Tensor:
+    expected_logit_C = (torch.exp(logits_CV - lse_C[:, None]) * logits_CV).sum(dim=-1)
+    is_top_C = target_logits_C >= logits_CV.amax(dim=-1)
+    columns = [lse_C - expected_logit_C, logits_CV.mean(dim=-1), is_top_C]
+    return torch.stack([column.float() for column in columns], dim=1)
+
+
+def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
+    """Gives a model a second forward: ``model(pack=layout)`` returns :class:`TokenLogprobs`.
+
+    Called in any other way the model computes what it did before, with the attention implementation
+    it was loaded with, so generation and callbacks keep working. Parameters, names and the saved
+    config are untouched. Dropout modules are switched off: a pair's log-probabilities must be
+    functions of the parameters alone, or policy and reference would differ at the start.
+
+    Args:
+        model: a model of a family in ``modeling.loading.FAMILIES``.
+        backend: a key of ``modeling.attention.BACKENDS``.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    # from the class, so that binding a model again does not stack forwards
+    original_forward = types.MethodType(type(model).forward, model)
+    original_attention = model.config._attn_implementation
+    if original_attention == ATTENTION_NAME:  # bound before and left so by a pack
+        original_attention = "eager"
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    head: Any = model.get_output_embeddings()
+    original_head_forward = types.MethodType(type(head).forward, head)
+
+    def head_forward(
+        self: Any,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        with_statistics: bool = False,
+    ) -> Any:
+        if targets is None:
+            return original_head_forward(hidden)
+        return chunked_logprobs(
+            hidden, self.weight, targets, softcap=softcap, with_statistics=with_statistics
+        )
+
+    def forward(
+        self: Any,
+        *args: Any,
+        pack: PackLayout | None = None,
+        with_statistics: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        # The attention's name stays set after a pack: a recomputing backward reads it again.
+        if pack is None:
+            self.config._attn_implementation = original_attention
+            return original_forward(*args, **kwargs)
+        self.config._attn_implementation = ATTENTION_NAME
+        device = self.get_input_embeddings().weight.device
+        hidden_TD = self.base_model(
+            input_ids=pack.input_ids_T[None].to(device, non_blocking=True),
+            position_ids=pack.position_ids_T[None].to(device, non_blocking=True),
+            use_cache=False,
+            segments=segments_of(pack, backend=backend, device=device),
+        ).last_hidden_state[0]
+        hidden_RD = hidden_TD.index_select(0, pack.hidden_index_R.to(device, non_blocking=True))
+        targets_R = pack.target_ids_R.to(device, non_blocking=True)
+        return self.get_output_embeddings()(
+            hidden_RD, targets=targets_R, with_statistics=with_statistics
+        )
+
+    head.forward = types.MethodType(head_forward, head)
+    model.forward = types.MethodType(forward, model)

@@ -1,0 +1,139 @@
+"""The tensors of one pack: tokens, positions, attention segments and what is scored.
+
+Shape legend: T packed tokens, K gathered keys, S segments, R response positions, P pairs.
+
+A pack is one row without padding. Each pair lies in it as [prompt, chosen, rejected], the prompt
+once. One pair of 3 + 2 + 2 tokens (p0 p1 p2, c0 c1, r0 r1):
+
+    row              0    1    2    3    4    5    6
+    input_ids_T      p0   p1   p2   c0   c1   r0   r1
+    position_ids_T   0    1    2    3    4    3    4      rejected restarts at the prompt's length
+    segments         |---- queries 0 --------|  q. 1 |   cu_seqlens_q = [0, 5, 7]
+    kv_index_K       0 1 2 3 4   0 1 2 5 6               cu_seqlens_k = [0, 5, 10]
+    hidden_index_R   2    3    2    5                    the row whose hidden state predicts ...
+    target_ids_R     c0   c1   r0   r1                   ... this token
+
+Segment 0 (prompt + chosen) attends to itself; segment 1 (rejected) attends to prompt + rejected.
+Both are causal with the last query aligned to the last key ("bottom-right"):
+
+    keys      p0 p1 p2 r0 r1
+    query r0   x  x  x  x  .
+    query r1   x  x  x  x  x
+
+The prompt's last row (2) predicts the first token of both responses, so its hidden state is scored
+twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["PackLayout", "TokenTriple", "build_layout"]
+
+TokenTriple = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+"""Token ids of a pair's prompt, chosen and rejected response, each with at least one token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackLayout:
+    """Index tensors of one pack; see the drawing at the head of the module."""
+
+    input_ids_T: Tensor
+    """int64 [T], the packed tokens."""
+    position_ids_T: Tensor
+    """int64 [T], position of each token in its own sequence."""
+    cu_seqlens_q: Tensor
+    """int32 [S+1], cumulative query lengths, strictly increasing from 0 to T."""
+    cu_seqlens_k: Tensor
+    """int32 [S+1], cumulative key lengths, strictly increasing from 0 to K."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+    kv_index_K: Tensor
+    """int64 [K], the packed row of each gathered key."""
+    hidden_index_R: Tensor
+    """int64 [R], the packed row that predicts each response token."""
+    target_ids_R: Tensor
+    """int64 [R], the response tokens: chosen, then rejected, pair by pair."""
+    is_chosen_R: Tensor
+    """bool [R], whether it belongs to the chosen response."""
+    chosen_length_P: Tensor
+    """int64 [P], n⁺."""
+    rejected_length_P: Tensor
+    """int64 [P], n⁻."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of the pack."""
+        return int(self.input_ids_T.numel())
+
+    @property
+    def num_pairs(self) -> int:
+        """P, the pairs of the pack."""
+        return int(self.chosen_length_P.numel())
+
+
+def build_layout(pairs: Sequence[TokenTriple]) -> PackLayout:
+    """Lays pairs out as one pack, on the CPU.
+
+    Args:
+        pairs: token ids (prompt, chosen, rejected) of each pair, each an int32 [n ≥ 1] array.
+
+    Returns:
+        The layout of the pack, in the order of ``pairs``.
+    """
+    assert pairs, "a pack needs at least one pair"
+    assert all(len(part) > 0 for pair in pairs for part in pair), "segments are never empty"
+    input_ids, positions, kv_index, hidden_index, is_chosen = ([] for _ in range(5))
+    lengths_q: list[int] = []
+    lengths_k: list[int] = []
+    start = 0
+    for prompt, chosen, rejected in pairs:
+        n_prompt, n_chosen, n_rejected = len(prompt), len(chosen), len(rejected)
+        chosen_start, rejected_start = start + n_prompt, start + n_prompt + n_chosen
+        end = rejected_start + n_rejected
+        input_ids += [prompt, chosen, rejected]
+        positions += [
+            np.arange(n_prompt + n_chosen),
+            np.arange(n_prompt, n_prompt + n_rejected),
+        ]
+        lengths_q += [n_prompt + n_chosen, n_rejected]
+        lengths_k += [n_prompt + n_chosen, n_prompt + n_rejected]
+        kv_index += [
+            np.arange(start, rejected_start),
+            np.arange(start, chosen_start),
+            np.arange(rejected_start, end),
+        ]
+        # the token before: for a response's first token that is the prompt's last
+        hidden_index += [
+            np.arange(chosen_start - 1, rejected_start - 1),
+            np.array([chosen_start - 1]),
+            np.arange(rejected_start, end - 1),
+        ]
+        is_chosen += [np.ones(n_chosen, dtype=bool), np.zeros(n_rejected, dtype=bool)]
+        start = end
+    return PackLayout(
+        input_ids_T=_int64(input_ids),
+        position_ids_T=_int64(positions),
+        cu_seqlens_q=_cumulative(lengths_q),
+        cu_seqlens_k=_cumulative(lengths_k),
+        max_seqlen_q=max(lengths_q),
+        max_seqlen_k=max(lengths_k),
+        kv_index_K=_int64(kv_index),
+        hidden_index_R=_int64(hidden_index),
+        target_ids_R=_int64([part for pair in pairs for part in pair[1:]]),
+        is_chosen_R=torch.from_numpy(np.concatenate(is_chosen)),
+        chosen_length_P=torch.tensor([len(pair[1]) for pair in pairs]),
+        rejected_length_P=torch.tensor([len(pair[2]) for pair in pairs]),
+    )
+
+
+def _int64(parts: Sequence[NDArray[np.int32] | NDArray[np.int64]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)

@@ -1,0 +1,393 @@
+"""SDPOTrainer: the step's place in the transformers Trainer."""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.progress import Progress, TaskID
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+
+from sdpo_scale.callbacks import MetricsFile, ProgressBar, new_progress, peak_memory_bytes
+from sdpo_scale.card import model_card
+from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
+from sdpo_scale.config import SDPOConfig
+from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
+from sdpo_scale.data.pairs import Pair, PairDataset
+from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs, score_pairs
+from sdpo_scale.inputs import prepare_inputs
+from sdpo_scale.metrics import MetricSums
+from sdpo_scale.modeling.loading import model_fingerprint, prepare_model
+from sdpo_scale.modeling.logprobs import TokenLogprobs
+from sdpo_scale.packing.layout import PackLayout
+from sdpo_scale.step import StepOptions, StepResult, run_step
+
+__all__ = ["SDPOTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class SDPOTrainer(Trainer):
+    """Trains a causal language model with DPO on packed pairs.
+
+    Gradient accumulation is 1 throughout: one batch of the data loader holds the pairs of a whole
+    optimizer step, and micro-batches are made inside :meth:`training_step`. Overridden hooks of
+    ``Trainer``:
+
+    * ``get_train_dataloader``, ``get_eval_dataloader``: batches are lists of pairs, not padded
+      tensors.
+    * ``train``: fills the reference cache and runs the checks before the first step.
+    * ``training_step``: one whole optimizer step, by ``step.run_step``.
+    * ``evaluation_loop``: metrics are sums over pairs, so batches of any size weigh alike.
+    * ``log``: adds TRL's metrics to the loss.
+    * ``floating_point_ops``: counts executed tokens, prompts once.
+    * ``create_model_card``: says how the model was trained.
+    """
+
+    args: SDPOConfig
+    model: PreTrainedModel
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | None = None,
+        args: SDPOConfig | None = None,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+    ) -> None:
+        """Prepares data and model.
+
+        Args:
+            model: policy, its folder or its Hub name; ``args.model`` if not given. Its parameters
+                at this
+                moment are the reference.
+            args: options; defaults if not given.
+            train_dataset: pairs in any form that ``args.train_dataset`` accepts, a
+                ``datasets.Dataset`` or
+                a list of rows.
+            eval_dataset: pairs to evaluate on, in the same forms.
+            processing_class: tokenizer; that of ``args`` if not given.
+            callbacks: as for ``Trainer``.
+            optimizers: as for ``Trainer``.
+
+        Raises:
+            ValueError: an option or model that cannot be used.
+            DataError: an unusable row.
+        """
+        args = args if args is not None else SDPOConfig()
+        inputs = prepare_inputs(
+            args,
+            model=model,
+            tokenizer=processing_class,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+        )
+        self.inputs = inputs
+        if inputs.eval is None:
+            args.eval_on_start = False
+        super().__init__(
+            model=inputs.model,
+            args=args,
+            train_dataset=inputs.train,
+            eval_dataset=inputs.eval,
+            processing_class=inputs.tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.step_numbers: dict[str, float] = {}
+        self.remove_callback(PrinterCallback)
+        self.add_callback(MetricsFile(args.output_path / "metrics.jsonl"))
+        self.add_callback(ProgressBar(lambda: self.step_numbers))
+        self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
+        prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
+        self._options = StepOptions(
+            objective=args.objective,
+            beta=args.beta,
+            label_smoothing=args.label_smoothing,
+            max_tokens=args.max_tokens,
+        )
+        self._references: dict[int, ReferenceLogprobs] = {}
+        self._unlogged: MetricSums | None = None
+        self._num_flops = 0
+        self._is_rehearsed = False
+
+    def score(self) -> dict[str, int]:
+        """Fills the reference cache for the pairs of the run, with the model as it is now.
+
+        Returns:
+            ``pairs`` that the run uses and how many of them were ``scored`` in this call.
+
+        Raises:
+            NonFiniteError: a log-probability is NaN or infinite.
+        """
+        used = {"training": (self.inputs.train, self._used_indices())}
+        if self.inputs.eval is not None:
+            used["evaluation"] = (self.inputs.eval, np.arange(len(self.inputs.eval)))
+        counts = {"pairs": sum(len(indices) for _, indices in used.values()), "scored": 0}
+        if self.args.reference_free or self._references:
+            return counts
+        key = {
+            "model": model_fingerprint(self.model),
+            "dtype": f"{self.model.dtype} parameters, {self._dtype} products",
+            **self.inputs.data_key,
+        }
+        cache = ReferenceCache(self.args.cache_path / "reference", key)
+        was_training = self.model.training
+        self.model.eval()
+        for part, (dataset, indices) in used.items():
+            known = len(cache)
+            with new_progress(f"scoring {part} pairs") as progress:
+                task = progress.add_task("", total=None, numbers="")
+                self._references[id(dataset)] = score_pairs(
+                    dataset,
+                    cache,
+                    forward=self._logprobs,
+                    max_tokens=self.args.max_tokens,
+                    indices=indices,
+                    on_progress=partial(_show_progress, progress, task),
+                )
+            counts["scored"] += len(cache) - known
+        self.model.train(was_training)
+        return counts
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Trains; arguments as for ``Trainer.train``."""
+        self.score()
+        if len(self.inputs.train) > 1:
+            shortest = np.argsort(self.inputs.train.lengths.sum(axis=1), kind="stable")[:2]
+            check_packed_pair(
+                self.model,
+                (self.inputs.train[int(shortest[0])], self.inputs.train[int(shortest[1])]),
+                forward=self._logprobs,
+                dtype=self._dtype,
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of ``train_batch_size`` pairs; their order is a function of seed and epoch."""
+        return self._loader(self.inputs.train, self._train_batches())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """The evaluation pairs in batches, in their order."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not isinstance(dataset, PairDataset):
+            raise ValueError(
+                "evaluation needs pairs that were given to SDPOTrainer as eval_dataset: their "
+                "reference log-probabilities come from the model before training"
+            )
+        return self._loader(
+            dataset, StepBatches(len(dataset), batch_size=self.args.train_batch_size, seed=None)
+        )
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        num_items_in_batch: Any = None,
+    ) -> Tensor:
+        """One optimizer step's loss and gradient; ``Trainer`` then clips and updates.
+
+        Args:
+            model: the wrapped model.
+            inputs: ``StepPairs``, the step's pairs and their reference log-probabilities.
+            num_items_in_batch: unused; ``run_step`` owns the normalization.
+
+        Returns:
+            float [], the mean loss over the step's pairs.
+
+        Raises:
+            NonFiniteError: names the pairs.
+        """
+        start = time.perf_counter()
+        model.train()
+        if not self._is_rehearsed:
+            self._rehearse(model)
+            start = time.perf_counter()
+        result = self._run(model, inputs, is_training=True, with_statistics=self._will_log())
+        is_first_update = self.state.global_step == 0
+        if is_first_update and not self.args.reference_free:
+            check_first_step(result.metrics, options=self._options, dtype=self._dtype)
+        self._account(inputs[0], result, seconds=time.perf_counter() - start)
+        return torch.tensor(result.metrics.loss, device=self.args.device)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Metrics over all pairs of the loader, each pair weighing the same."""
+        self.score()
+        model = self.model_wrapped if self.is_in_train else self.model
+        was_training = model.training
+        model.eval()
+        start = time.perf_counter()
+        sums: MetricSums | None = None
+        with new_progress("evaluation") as progress, torch.no_grad():
+            for batch in progress.track(dataloader, description=""):
+                result = self._run(model, batch, is_training=False, with_statistics=True)
+                sums = result.metrics if sums is None else sums + result.metrics
+        model.train(was_training)
+        assert sums is not None, "preparation refuses an empty data set"
+        metrics = {"loss": sums.loss, **sums.means(beta=self.args.beta)}
+        metrics["pairs_per_second"] = sums.num_pairs / (time.perf_counter() - start)
+        return EvalLoopOutput(
+            predictions=None,  # type: ignore[arg-type]  # metrics only, as with prediction_loss_only
+            label_ids=None,
+            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            num_samples=sums.num_pairs,
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the metrics of the steps since the last call to a training line."""
+        if "loss" in logs and self._unlogged is not None:
+            logs.update(self._unlogged.means(beta=self.args.beta))
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+            for name in ("pairs_per_second", "tokens_per_second", "peak_memory_gib"):
+                logs[name] = self.step_numbers[name]
+            self._unlogged = None
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """FLOPs of the latest step: 6 per parameter and executed token, 8 with recomputation."""
+        return self._num_flops
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes README.md in the output folder: what was trained, on what, with which options.
+
+        Args:
+            args: not used.
+            kwargs: of ``Trainer.create_model_card``, ``model_name`` (title), ``dataset`` and
+                ``tags``.
+        """
+        folder = self.args.output_path
+        tags = kwargs.get("tags") or []
+        card = model_card(
+            self.args,
+            title=kwargs.get("model_name") or folder.name,
+            base_model=self.inputs.model_name,
+            dataset=str(kwargs.get("dataset") or self.args.train_dataset or "given in Python"),
+            num_pairs=len(self.inputs.train),
+            num_steps=self.state.global_step,
+            tags=[tags] if isinstance(tags, str) else tags,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "README.md").write_text(card, "utf-8")
+
+    def _run(
+        self, model: nn.Module, inputs: StepPairs, *, is_training: bool, with_statistics: bool
+    ) -> StepResult:
+        pairs, reference = inputs
+        return run_step(
+            pairs,
+            reference,
+            options=self._options,
+            forward=lambda layout, statistics: self._forward(model, layout, statistics),
+            backward=(lambda loss, _is_last: self.accelerator.backward(loss))
+            if is_training
+            else None,
+            with_statistics=with_statistics,
+        )
+
+    def _forward(
+        self, model: nn.Module, layout: PackLayout, with_statistics: bool
+    ) -> TokenLogprobs:
+        # evaluation and scoring may come before Accelerate has wrapped the model's forward in
+        # autocast
+        with self.accelerator.autocast():
+            return model(pack=layout, with_statistics=with_statistics)
+
+    def _logprobs(self, layout: PackLayout) -> Tensor:
+        return self._forward(self.model, layout, False).logprobs_R
+
+    def _train_batches(self) -> StepBatches:
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+        return StepBatches(
+            len(self.inputs.train),
+            batch_size=self.args.train_batch_size,
+            seed=seed if self.args.train_sampling_strategy == "random" else None,
+        )
+
+    def _used_indices(self) -> NDArray[np.int64]:
+        """Pairs that the run trains on: all, unless ``max_steps`` ends it in its first epoch."""
+        batches = self._train_batches()
+        num_steps = self.args.max_steps if self.args.max_steps > 0 else len(batches)
+        return np.concatenate([np.array(batch) for batch in islice(batches, num_steps)])
+
+    def _rehearse(self, model: nn.Module) -> None:
+        """Runs the run's longest pack once, so that running out of memory happens now or never."""
+        dataset, used = self.inputs.train, self._used_indices()
+        longest = longest_pack(
+            dataset.lengths[used].sum(axis=1),
+            max_tokens=self.args.max_tokens,
+            max_pairs=self.args.train_batch_size,
+        )
+        indices = used[list(longest)].tolist()
+        inputs = ScoredPairs(dataset, self._references.get(id(dataset))).step(indices)
+        result = self._run(model, inputs, is_training=True, with_statistics=True)
+        model.zero_grad()
+        self._is_rehearsed = True
+        logger.info(
+            "check: longest pack rehearsed: %d pairs, %d tokens, peak memory %.2f GiB",
+            len(indices),
+            result.num_tokens,
+            peak_memory_bytes(self.args.device) / 2**30,
+        )
+
+    def _account(self, pairs: Sequence[Pair], result: StepResult, *, seconds: float) -> None:
+        metrics = result.metrics
+        self._unlogged = metrics if self._unlogged is None else self._unlogged + metrics
+        self.state.num_input_tokens_seen += sum(
+            2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs
+        )
+        per_token = 8 if self.args.activation_checkpointing else 6
+        self._num_flops = per_token * self.model.num_parameters() * result.num_tokens
+        self.step_numbers = {
+            "loss": metrics.loss,
+            **metrics.means(beta=self.args.beta),
+            "pairs_per_second": len(pairs) / seconds,
+            "tokens_per_second": result.num_tokens / seconds,
+            "peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30,
+        }
+
+    def _will_log(self) -> bool:
+        step = self.state.global_step + 1
+        if self.args.logging_strategy != "steps":
+            return True
+        is_first = step == 1 and self.args.logging_first_step
+        return is_first or step % self.state.logging_steps == 0
+
+    def _loader(self, dataset: PairDataset, batches: StepBatches) -> DataLoader:
+        return StepLoader(
+            ScoredPairs(dataset, self._references.get(id(dataset))),
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+
+
+def _show_progress(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    progress.update(task, completed=done, total=total)

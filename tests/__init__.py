@@ -1,0 +1,1 @@
+"""A package, so that `tests.helpers` is this project's whatever else is installed."""

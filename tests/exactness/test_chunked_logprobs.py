@@ -1,0 +1,83 @@
+"""The chunked head against log_softmax of all logits."""
+
+import pytest
+import torch
+
+from sdpo_scale.modeling.logprobs import chunked_logprobs
+from tests.helpers.tolerances import FLOAT64_ENUMERATION
+
+
+def inputs(dtype=torch.float64, rows=13, width=8, vocab=31):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(rows, width, dtype=dtype, generator=generator, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, generator=generator, requires_grad=True)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    return hidden, weight, targets
+
+
+def plain(hidden, weight, targets, softcap):
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits, logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 13, None])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_logprobs_and_gradients_equal_log_softmax_in_float64(softcap, chunk_rows):
+    hidden, weight, targets = inputs()
+    grad = torch.randn(len(targets), dtype=torch.float64)
+    _, expected = plain(hidden, weight, targets, softcap)
+    expected_gradients = torch.autograd.grad(expected, (hidden, weight), grad)
+    found, _ = chunked_logprobs(hidden, weight, targets, softcap=softcap, chunk_rows=chunk_rows)
+    found_gradients = torch.autograd.grad(found, (hidden, weight), grad)
+    for left, right in zip((found, *found_gradients), (expected, *expected_gradients), strict=True):
+        assert (left - right).abs().max() < FLOAT64_ENUMERATION * right.abs().max()
+
+
+def test_a_frozen_head_or_body_gets_no_gradient():
+    hidden, weight, targets = inputs()
+    frozen = weight.detach()
+    chunked_logprobs(hidden, frozen, targets).logprobs_R.sum().backward()
+    assert hidden.grad is not None
+    hidden, weight, targets = inputs()
+    chunked_logprobs(hidden.detach(), weight, targets).logprobs_R.sum().backward()
+    assert weight.grad is not None
+
+
+def test_statistics_are_entropy_mean_logit_and_top_one():
+    hidden, weight, targets = inputs()
+    logits, _ = plain(hidden, weight, targets, None)
+    _, statistics = chunked_logprobs(hidden, weight, targets, chunk_rows=5, with_statistics=True)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    expected = torch.stack([entropy, logits.mean(-1), (logits.argmax(-1) == targets).double()], 1)
+    torch.testing.assert_close(statistics, expected.float(), rtol=1e-6, atol=1e-6)
+    assert not statistics.requires_grad
+
+
+def test_autocast_runs_products_in_its_dtype_and_sums_in_float32():
+    hidden, weight, targets = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = chunked_logprobs(hidden, weight, targets)
+    exact, _ = chunked_logprobs(hidden, weight, targets)
+    assert found.dtype == torch.float32
+    assert 0 < (found - exact).abs().max() < 0.1
+    found.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+def test_no_logits_of_all_rows_exist(monkeypatch):
+    """The largest tensor with a vocabulary dimension is one chunk."""
+    seen = []
+    original = torch.nn.functional.linear
+
+    def spy(*args, **kwargs):
+        out = original(*args, **kwargs)
+        seen.append(out.shape)
+        return out
+
+    monkeypatch.setattr("sdpo_scale.modeling.logprobs.F.linear", spy)
+    hidden, weight, targets = inputs()
+    chunked_logprobs(hidden, weight, targets, chunk_rows=4).logprobs_R.sum().backward()
+    assert len(seen) == 2 * 4  # four chunks, in the forward and again in the backward
+    assert max(shape[0] for shape in seen) == 4

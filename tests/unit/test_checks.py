@@ -1,0 +1,67 @@
+"""The invariants that a run checks on itself fail when they should."""
+
+import numpy as np
+import pytest
+import torch
+
+from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
+from sdpo_scale.metrics import MetricSums
+from sdpo_scale.modeling.logprobs import bind_logprob_forward
+from sdpo_scale.objectives import OBJECTIVES
+from sdpo_scale.step import StepOptions
+from tests.helpers.pairs import random_pairs
+from tests.helpers.tiny_models import build
+
+OPTIONS = StepOptions(
+    objective=OBJECTIVES["sigmoid"], beta=0.1, label_smoothing=0.0, max_tokens=100
+)
+
+
+def test_longest_pack_is_the_fullest_within_tokens_and_pairs():
+    sizes = np.array([10, 70, 30, 25, 5])
+    assert longest_pack(sizes, max_tokens=100, max_pairs=9) == (1, 2)
+    assert longest_pack(sizes, max_tokens=1000, max_pairs=2) == (1, 2)
+    assert longest_pack(sizes, max_tokens=96, max_pairs=9) == (1, 3)
+
+
+def test_a_packed_pair_that_differs_is_an_error():
+    model = build("llama")
+    bind_logprob_forward(model, backend="sdpa")
+    pairs = tuple(random_pairs(2))
+
+    def forward(layout):
+        return model(pack=layout).logprobs_R
+
+    check_packed_pair(model, pairs, forward=forward, dtype=torch.float32)
+    with pytest.raises(
+        RuntimeError, match="row 1 has other log-probabilities in a pack than alone"
+    ):
+        check_packed_pair(
+            model,
+            pairs,
+            forward=lambda layout: forward(layout) + layout.num_pairs,
+            dtype=torch.float32,
+        )
+    with pytest.raises(RuntimeError, match="than in the plain model"):
+        check_packed_pair(
+            model, pairs, forward=lambda layout: forward(layout) + 1, dtype=torch.float32
+        )
+
+
+def sums(per_token):
+    names = ("loss", "chosen_sum", "rejected_sum", "chosen_logprob", "rejected_logprob", "accurate")
+    return MetricSums(
+        num_pairs=2,
+        pair_sums=dict.fromkeys(names, 0.0),
+        absolute_log_ratio=per_token * 4,
+        token_counts=(0, 0),
+        token_sums={},
+    )
+
+
+def test_a_first_step_away_from_margin_zero_is_an_error():
+    check_first_step(sums(1e-5), options=OPTIONS, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"policy differs from the reference .* of 0\.693147"):
+        check_first_step(sums(0.01), options=OPTIONS, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="policy differs"):
+        check_first_step(sums(float("nan")), options=OPTIONS, dtype=torch.bfloat16)
