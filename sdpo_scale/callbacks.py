@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["MetricsFile", "ProgressBar", "new_progress", "peak_memory_bytes"]
+__all__ = ["CONSOLE", "MetricsFile", "ProgressBar", "new_progress", "peak_memory_bytes"]
+
+CONSOLE = Console(stderr=True)
+"""Progress and log lines share one console, so that they do not overwrite each other."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -34,17 +38,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def new_progress(description: str) -> Progress:
     """A progress bar on standard error; on something else than a terminal it stays silent."""
-    console = Console(stderr=True)
     return Progress(
         TextColumn(description),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
+        console=CONSOLE,
+        disable=not CONSOLE.is_terminal,
     )
 
 
@@ -103,26 +105,25 @@ class ProgressBar(TrainerCallback):
     def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Takes a function that returns the latest step's numbers, by name."""
         self._read = read
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._numbers = Text()
+        self._progress = new_progress("training")
+        self._task = self._progress.add_task("", total=None)
+        self._live = Live(Group(self._progress, self._numbers), console=CONSOLE)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Shows the bar."""
-        self._progress = new_progress("training")
-        self._task = self._progress.add_task(
-            "", total=state.max_steps, completed=state.global_step, numbers=""
-        )
-        self._progress.start()
+        self._progress.reset(self._task, total=state.max_steps, completed=state.global_step)
+        if CONSOLE.is_terminal:
+            self._live.start()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Moves it."""
-        if self._progress is not None and self._task is not None:
-            numbers = _format(self._read())
-            self._progress.update(self._task, completed=state.global_step, numbers=numbers)
+        self._progress.update(self._task, completed=state.global_step)
+        self._numbers.plain = _format(self._read())
 
     def on_log(
         self,
@@ -135,7 +136,6 @@ class ProgressBar(TrainerCallback):
         """Says a line per logged step or evaluation, above the bar."""
         if not logs or not state.is_world_process_zero:
             return
-        console = self._progress.console if self._progress is not None else Console(stderr=True)
         prefix = "eval_" if "eval_loss" in logs else ""
         if f"{prefix}loss" not in logs:
             return
@@ -143,15 +143,13 @@ class ProgressBar(TrainerCallback):
         latest = {} if prefix else self._read()
         numbers = _format({**latest, **_without_prefix(logs, prefix)})
         text = f"{label} {state.global_step}/{state.max_steps}: {numbers}"
-        console.print(text, highlight=False, soft_wrap=True)
+        CONSOLE.print(text, highlight=False, soft_wrap=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leaves the finished bar on the screen."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        self._live.stop()
 
 
 def _without_prefix(logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -8,13 +8,12 @@ __all__ = ["model_card"]
 
 _TEMPLATE = """---
 library_name: transformers
-base_model: {base_model}
-tags:{tags}
+{base_model}tags:{tags}
 ---
 
 # {title}
 
-{base_model}, aligned with Direct Preference Optimization by sdpo_scale.
+{subject}, aligned with Direct Preference Optimization by sdpo_scale.
 
 | option | value |
 |---|---|
@@ -44,14 +43,15 @@ def model_card(
     Args:
         args: options of the run.
         title: heading.
-        base_model: the policy before training.
+        base_model: the policy before training; "" if it has no name.
         dataset: the pairs, as they should be called.
         num_pairs: pairs trained on.
         num_steps: optimizer steps taken.
         tags: added to ``dpo`` and ``sdpo_scale``.
     """
     return _TEMPLATE.format(
-        base_model=base_model,
+        base_model=f"base_model: {base_model}\n" if base_model else "",
+        subject=base_model or "A model given in Python",
         tags="".join(f"\n- {tag}" for tag in ["dpo", "sdpo_scale", *tags]),
         title=title,
         dataset=dataset,

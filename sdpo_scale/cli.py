@@ -22,7 +22,11 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 2 if something the user gave cannot be used."""
+    """Runs a command.
+
+    Returns:
+        The exit code: 0; 2 if something the user gave cannot be used; 130 if interrupted.
+    """
     parser = argparse.ArgumentParser(
         prog="sdpo-scale",
         description="DPO training on packed preference pairs",
@@ -38,17 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or demo")
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     options, fields = parser.parse_known_args(arguments)
-    _start_logging()
     # imported late: --help and misspelt commands should not wait for torch
     from sdpo_scale.config import read_config
     from sdpo_scale.data.reference import NonFiniteError
 
+    _start_logging()
     run = {"train": _train, "score": _score}[options.command]
     try:
         result = run(read_config(options.config, fields))
-    except (ValueError, FileNotFoundError, NonFiniteError) as error:
+    except (ValueError, OSError, ModuleNotFoundError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was saved before is complete", file=sys.stderr)
+        return 130
     if options.json:
         print(json.dumps(result))
     else:
@@ -57,12 +64,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start_logging() -> None:
+    from rich.logging import RichHandler
+
+    from sdpo_scale.callbacks import CONSOLE
+
     logger = logging.getLogger("sdpo_scale")
     logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+    if logger.handlers:
+        return
+    if CONSOLE.is_terminal:  # above the bars; elsewhere lines stay whole, for tools to read
+        logger.addHandler(
+            RichHandler(console=CONSOLE, show_time=False, show_level=False, show_path=False)
+        )
+    else:
+        logger.addHandler(logging.StreamHandler())
 
 
 def _trainer(args: Any) -> Any:
@@ -83,13 +98,13 @@ def _score(args: Any) -> dict[str, Any]:
 def _train(args: Any) -> dict[str, Any]:
     start = time.perf_counter()
     trainer = _trainer(args)
-    resume = args.resume_from_checkpoint
-    if isinstance(resume, str) and resume.lower() in ("true", "false"):
-        resume = resume.lower() == "true"
-    trained = trainer.train(resume)
+    trained = trainer.train(args.resume_from_checkpoint)
     history = trainer.state.log_history
     evaluations = [entry for entry in history if "eval_loss" in entry]
-    if trainer.inputs.eval is not None and (
+    best = trainer.state.best_global_step if args.load_best_model_at_end else None
+    if best is not None:  # the saved model is that of an earlier evaluation
+        evaluations += [entry for entry in evaluations if entry["step"] == best]
+    elif trainer.inputs.eval is not None and (
         not evaluations or evaluations[-1]["step"] != trained.global_step
     ):
         evaluations.append({**trainer.evaluate(), "step": trained.global_step})

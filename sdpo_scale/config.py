@@ -12,7 +12,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,8 @@ class SDPOConfig(TrainingArguments):
     reference_free: bool = field(default=False)
     """Use the uniform reference: log-ratios are the policy's log-probabilities."""
 
+    resume_from_checkpoint: str | bool | None = field(default=None)  # type: ignore[assignment]
+    """A checkpoint's folder, or true for the latest one in ``output_dir``."""
     learning_rate: float = field(default=1e-6)
     """Initial learning rate."""
     logging_steps: float = field(default=10)
@@ -247,7 +249,7 @@ class SDPOConfig(TrainingArguments):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose numbers are those of YAML 1.2: ``5e-7`` and ``.1`` are numbers, not text."""
+    """YAML with the scalars of YAML 1.2: ``5e-7`` is a number, ``no`` is text, ``true`` a truth."""
 
 
 _Loader.add_implicit_resolver(
@@ -255,6 +257,12 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$"),
     list("-+.0123456789"),
 )
+for _character in "yYnNoO":
+    _Loader.yaml_implicit_resolvers[_character] = [
+        (tag, pattern)
+        for tag, pattern in _Loader.yaml_implicit_resolvers[_character]
+        if tag != "tag:yaml.org,2002:bool"
+    ]
 
 
 def read_config(path: str, arguments: Sequence[str] = ()) -> SDPOConfig:
@@ -275,17 +283,24 @@ def read_config(path: str, arguments: Sequence[str] = ()) -> SDPOConfig:
     file = demo.config_path() if path == "demo" else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"config file {path!r} does not exist")
-    values = yaml.load(file.read_text("utf-8"), Loader=_Loader) or {}
+    values = _yaml(file.read_text("utf-8"), where=str(file)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{file}: a config is a mapping of options, got {type(values).__name__}")
     options = {_field_name(str(name), where=str(file)): value for name, value in values.items()}
-    options.update(_parse_arguments(arguments))
     fields = {f.name: f.type for f in dataclasses.fields(SDPOConfig)}
+    options.update(_parse_arguments(arguments, fields))
     checked = {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
     return SDPOConfig(**checked)
 
 
-def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+def _yaml(text: str, *, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {error}") from error
+
+
+def _parse_arguments(arguments: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     remaining = list(arguments)
     while remaining:
@@ -296,7 +311,9 @@ def _parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals:
             has_value = bool(remaining) and not remaining[0].startswith("--")
             text = remaining.pop(0) if has_value else "true"
-        options[_field_name(name, where="command line")] = yaml.load(text, Loader=_Loader)
+        name = _field_name(name, where="command line")
+        is_text = fields[name] in (str, str | None) and text not in ("null", "~")
+        options[name] = text if is_text else _yaml(text, where=f"option {name}: {text!r}")
     return options
 
 

@@ -5,12 +5,13 @@ Names and meanings are those of TRL's DPOTrainer:
     rewards/chosen, rewards/rejected   β·A⁺ and β·A⁻, mean over pairs
     rewards/margins                    their difference
     rewards/accuracies                 share of pairs whose chosen reward is strictly larger, 0 to 1
-    logps/chosen, logps/rejected       policy log-probability of a whole response, nats, mean over
-    pairs logits/chosen, logits/rejected     logits averaged over the vocabulary, mean over response
-    tokens entropy                            of the next-token distribution, nats, mean over
-    response tokens mean_token_accuracy                share of chosen tokens that were the most
-    probable one, 0 to 1 num_tokens                         tokens seen so far, each prompt counted
-    once per response
+    logps/chosen, logps/rejected       policy log-probability of a response, nats, mean over pairs
+    logits/chosen, logits/rejected     logits, mean over the vocabulary and response tokens
+    entropy                            of the next-token distribution, nats, mean over tokens
+    mean_token_accuracy                share of chosen tokens that were the most probable, 0 to 1
+    num_tokens                         tokens seen so far, each prompt counted once per response
+
+Logits, entropy and mean_token_accuracy cost a pass over the logits; they are of logged steps only.
 
 Sums travel as one tensor per step (``MetricSums``), so that a step needs one host synchronization.
 """

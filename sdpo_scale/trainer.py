@@ -76,12 +76,10 @@ class SDPOTrainer(Trainer):
 
         Args:
             model: policy, its folder or its Hub name; ``args.model`` if not given. Its parameters
-                at this
-                moment are the reference.
+                at this moment are the reference.
             args: options; defaults if not given.
             train_dataset: pairs in any form that ``args.train_dataset`` accepts, a
-                ``datasets.Dataset`` or
-                a list of rows.
+                ``datasets.Dataset`` or a list of rows.
             eval_dataset: pairs to evaluate on, in the same forms.
             processing_class: tokenizer; that of ``args`` if not given.
             callbacks: as for ``Trainer``.
@@ -149,13 +147,14 @@ class SDPOTrainer(Trainer):
             **self.inputs.data_key,
         }
         cache = ReferenceCache(self.args.cache_path / "reference", key)
+        references: dict[int, ReferenceLogprobs] = {}
         was_training = self.model.training
         self.model.eval()
         for part, (dataset, indices) in used.items():
             known = len(cache)
             with new_progress(f"scoring {part} pairs") as progress:
-                task = progress.add_task("", total=None, numbers="")
-                self._references[id(dataset)] = score_pairs(
+                task = progress.add_task("", total=None)
+                references[id(dataset)] = score_pairs(
                     dataset,
                     cache,
                     forward=self._logprobs,
@@ -165,6 +164,7 @@ class SDPOTrainer(Trainer):
                 )
             counts["scored"] += len(cache) - known
         self.model.train(was_training)
+        self._references = references
         return counts
 
     def train(
@@ -172,6 +172,8 @@ class SDPOTrainer(Trainer):
     ) -> TrainOutput:
         """Trains; arguments as for ``Trainer.train``."""
         self.score()
+        if resume_from_checkpoint:
+            self.args.eval_on_start = False  # "on start" is step 0, which the resumed run has had
         if len(self.inputs.train) > 1:
             shortest = np.argsort(self.inputs.train.lengths.sum(axis=1), kind="stable")[:2]
             check_packed_pair(
@@ -189,7 +191,9 @@ class SDPOTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The evaluation pairs in batches, in their order."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if not isinstance(dataset, PairDataset):
+        self.score()
+        has_reference = self.args.reference_free or id(dataset) in self._references
+        if not isinstance(dataset, PairDataset) or not has_reference:
             raise ValueError(
                 "evaluation needs pairs that were given to SDPOTrainer as eval_dataset: their "
                 "reference log-probabilities come from the model before training"
@@ -219,11 +223,11 @@ class SDPOTrainer(Trainer):
         """
         start = time.perf_counter()
         model.train()
+        is_first_update = self.state.global_step == 0 and not self._is_rehearsed
         if not self._is_rehearsed:
             self._rehearse(model)
             start = time.perf_counter()
         result = self._run(model, inputs, is_training=True, with_statistics=self._will_log())
-        is_first_update = self.state.global_step == 0
         if is_first_update and not self.args.reference_free:
             check_first_step(result.metrics, options=self._options, dtype=self._dtype)
         self._account(inputs[0], result, seconds=time.perf_counter() - start)
@@ -238,16 +242,17 @@ class SDPOTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Metrics over all pairs of the loader, each pair weighing the same."""
-        self.score()
         model = self.model_wrapped if self.is_in_train else self.model
         was_training = model.training
         model.eval()
         start = time.perf_counter()
         sums: MetricSums | None = None
         with new_progress("evaluation") as progress, torch.no_grad():
-            for batch in progress.track(dataloader, description=""):
+            task = progress.add_task("", total=len(dataloader))
+            for batch in dataloader:
                 result = self._run(model, batch, is_training=False, with_statistics=True)
                 sums = result.metrics if sums is None else sums + result.metrics
+                progress.advance(task)
         model.train(was_training)
         assert sums is not None, "preparation refuses an empty data set"
         metrics = {"loss": sums.loss, **sums.means(beta=self.args.beta)}
@@ -321,6 +326,10 @@ class SDPOTrainer(Trainer):
     def _logprobs(self, layout: PackLayout) -> Tensor:
         return self._forward(self.model, layout, False).logprobs_R
 
+    def _scored(self, dataset: PairDataset) -> ScoredPairs:
+        is_free = self.args.reference_free
+        return ScoredPairs(dataset, None if is_free else self._references[id(dataset)])
+
     def _train_batches(self) -> StepBatches:
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         return StepBatches(
@@ -344,7 +353,7 @@ class SDPOTrainer(Trainer):
             max_pairs=self.args.train_batch_size,
         )
         indices = used[list(longest)].tolist()
-        inputs = ScoredPairs(dataset, self._references.get(id(dataset))).step(indices)
+        inputs = self._scored(dataset).step(indices)
         result = self._run(model, inputs, is_training=True, with_statistics=True)
         model.zero_grad()
         self._is_rehearsed = True
@@ -380,7 +389,7 @@ class SDPOTrainer(Trainer):
 
     def _loader(self, dataset: PairDataset, batches: StepBatches) -> DataLoader:
         return StepLoader(
-            ScoredPairs(dataset, self._references.get(id(dataset))),
+            self._scored(dataset),
             batch_sampler=batches,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,

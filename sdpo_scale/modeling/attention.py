@@ -14,8 +14,7 @@ log:
 
     flash_attention_3, flash_attention_2   the flash-attn packages, CUDA, bfloat16 or float16
     torch_varlen                           torch.nn.attention.varlen, CUDA, bfloat16 or float16
-    sdpa                                   scaled_dot_product_attention segment by segment: any
-    device
+    sdpa                                   scaled_dot_product_attention by segments, any device
 """
 
 import importlib
@@ -282,6 +281,10 @@ def varlen_attention_forward(  # the signature is transformers'
             "the original model outside of a training step"
         )
     assert attention_mask is None, "packs carry no mask"
+    if torch.is_autocast_enabled(query.device.type):
+        # rotary embeddings leave queries and keys in float32, and kernels want one dtype
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     key_KGH = key[0].transpose(0, 1).index_select(0, segments.kv_index_K)
     value_KGH = value[0].transpose(0, 1).index_select(0, segments.kv_index_K)
     output_TNH = BACKENDS[segments.backend](

@@ -50,9 +50,12 @@ def load_config(name: str, **kwargs: Any) -> PreTrainedConfig:
     """The config of a model folder or Hub name.
 
     Raises:
-        ValueError: its family is not supported.
+        ValueError: its family is not supported, or there is no such model.
     """
-    config = AutoConfig.from_pretrained(name, **kwargs)
+    try:
+        config = AutoConfig.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise ValueError(f"model {name!r} cannot be read: {error}") from error
     check_config(config, name=name)
     return config
 
@@ -82,9 +85,12 @@ def load_tokenizer(
         kwargs: passed to ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: ``eos_token`` is not one token of the vocabulary.
+        ValueError: there is no such tokenizer, or ``eos_token`` is not one token of its vocabulary.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except OSError as error:
+        raise ValueError(f"tokenizer {name!r} cannot be read: {error}") from error
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
             raise ValueError(

@@ -5,9 +5,8 @@ Shape legend: T packed tokens, R response positions, C rows of one chunk, D mode
 Flow of one pack
     1. body     input_ids_T → hidden_TD, attention over the pack's segments
     2. gather   hidden_RD = hidden_TD[hidden_index_R]: only what predicts a response token
-    3. head     in chunks of C rows: logits_CV → log-probability of the target; the logits are
-    dropped 4. backward chunk by chunk: logits_CV again, softmax minus one-hot, gradients of hidden
-    and head
+    3. head     in chunks of C rows: logits_CV → log-probability of the target, logits dropped
+    4. backward chunk by chunk: logits_CV again, softmax minus one-hot, gradients of both inputs
 
 Memory: one chunk of float32 logits (C·V·4 bytes) at a time, in the forward and in the backward,
 whatever the pack's length; plus the head's float32 gradient (V·D·4 bytes) while step 4 runs.

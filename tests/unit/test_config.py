@@ -23,6 +23,13 @@ def test_case_cfg_04_numbers_are_numbers(tmp_path):
     assert found.warmup_steps == 0.1
 
 
+def test_words_that_yaml_1_1_takes_for_truths_stay_text(tmp_path):
+    text = "save_strategy: no\nrun_name: on\nreference_free: true\nresume_from_checkpoint: true"
+    found = read_config(write(tmp_path, text))
+    assert (found.save_strategy, found.run_name) == ("no", "on")
+    assert found.reference_free is found.resume_from_checkpoint is True
+
+
 def test_the_command_line_wins_over_the_file(tmp_path):
     path = write(tmp_path, "learning_rate: 5e-7\nmax_tokens: 100\n")
     arguments = ["--learning-rate", "2e-6", "--max_tokens=64", "--reference_free"]
