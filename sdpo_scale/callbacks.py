@@ -1,6 +1,7 @@
 """What a user sees while a run goes on: the metrics file and the progress bar."""
 
 import json
+import logging
 import resource
 import sys
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,14 +17,28 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
-__all__ = ["CONSOLE", "MetricsFile", "ProgressBar", "new_progress", "peak_memory_bytes"]
+from sdpo_scale.draws import PruningHistory
+
+__all__ = [
+    "CONSOLE",
+    "MetricsFile",
+    "ProgressBar",
+    "PruningFile",
+    "new_progress",
+    "peak_memory_bytes",
+    "show_progress",
+]
+
+logger = logging.getLogger(__name__)
 
 CONSOLE = Console(stderr=True)
 """Progress and log lines share one console, so that they do not overwrite each other."""
@@ -48,6 +64,11 @@ def new_progress(description: str) -> Progress:
         console=CONSOLE,
         disable=not CONSOLE.is_terminal,
     )
+
+
+def show_progress(progress: Progress, task: TaskID, done: int, total: int) -> None:
+    """Moves a task's bar."""
+    progress.update(task, completed=done, total=total)
 
 
 class MetricsFile(TrainerCallback):
@@ -90,6 +111,48 @@ class MetricsFile(TrainerCallback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class PruningFile(TrainerCallback):
+    """Keeps what draws depend on in every checkpoint, so that a resumed run makes the same ones."""
+
+    NAME = "pruning_history.npz"
+
+    def __init__(self, history: PruningHistory) -> None:
+        """Takes the history, which training goes on changing."""
+        self._history = history
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the file beside and renames it, so it is whole or absent."""
+        if not state.is_world_process_zero:
+            return
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        aside = folder / f".{self.NAME}"
+        with aside.open("wb") as file:
+            arrays: dict[str, Any] = self._history.state_dict()
+            np.savez(file, **arrays)
+        aside.replace(folder / self.NAME)
+
+    def restore(self, output_dir: Path, checkpoint: str | bool) -> None:
+        """Brings the history to the state of the checkpoint that training resumes from.
+
+        Args:
+            output_dir: where checkpoints are.
+            checkpoint: a checkpoint's folder, or True for the latest.
+        """
+        folder = get_last_checkpoint(str(output_dir)) if checkpoint is True else checkpoint
+        path = Path(str(folder)) / self.NAME
+        if path.is_file():
+            with np.load(path) as arrays:
+                self._history.load_state_dict(arrays)
+        else:
+            logger.warning(
+                "%s is not there: pruning draws will differ from those of the run that was saved, "
+                "and stay unbiased",
+                path,
+            )
 
 
 def _step_of(line: str) -> float:

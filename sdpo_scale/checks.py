@@ -110,7 +110,7 @@ def check_first_step(metrics: MetricSums, *, options: StepOptions, dtype: torch.
     expected = margin_zero_loss(
         options.objective, beta=options.beta, label_smoothing=options.label_smoothing
     )
-    per_token = metrics.absolute_log_ratio / (2 * metrics.num_pairs)
+    per_token = metrics.pair_sums["absolute_log_ratio"] / (2 * metrics.num_pairs)
     if not per_token <= TOLERANCE[dtype]:
         raise RuntimeError(
             f"the policy differs from the reference before the first update: mean |log-ratio| "

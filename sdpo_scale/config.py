@@ -23,6 +23,7 @@ from transformers import TrainingArguments
 
 from sdpo_scale import demo
 from sdpo_scale.objectives import OBJECTIVES, Objective
+from sdpo_scale.pruning import Pruning
 
 __all__ = ["SDPOConfig", "read_config"]
 
@@ -119,6 +120,20 @@ class SDPOConfig(TrainingArguments):
     reference_free: bool = field(default=False)
     """Use the uniform reference: log-ratios are the policy's log-probabilities."""
 
+    pruning: str = field(default="off")
+    """off, exact-budget, memory, fastest or paper: what is left out at random and made up for by
+    weights, see ``PRESETS`` in ``pruning.py``."""
+    variance_inflation: float | None = field(default=None)
+    """Budget of the preset: acceptable second moment of the gradient, as a multiple of the dense
+    one."""
+    keep_fraction: float | None = field(default=None)
+    """The other form of the budget: share of the tokens whose backward runs."""
+    pruning_kwargs: dict[str, Any] | None = field(default=None)
+    """Other fields of ``Pruning`` that differ from the preset's."""
+    score_max_tokens: int | None = field(default=None)
+    """Most tokens of one micro-batch where no gradient is needed; twice ``max_tokens`` if not
+    given."""
+
     resume_from_checkpoint: str | bool | None = field(default=None)  # type: ignore[assignment]
     """A checkpoint's folder, or true for the latest one in ``output_dir``."""
     learning_rate: float = field(default=1e-6)
@@ -148,6 +163,7 @@ class SDPOConfig(TrainingArguments):
         self._refuse_options_without_effect()
         self._check_objective()
         self._check_data_options()
+        _ = self.pruning_options
         if self.bf16 is None:
             on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             self.bf16 = not self.fp16 and not self.use_cpu and on_gpu
@@ -191,6 +207,16 @@ class SDPOConfig(TrainingArguments):
         assert isinstance(self.loss_type, str)
         return OBJECTIVES[self.loss_type]
 
+    @property
+    def pruning_options(self) -> Pruning:
+        """The preset with the options that change it."""
+        budget = {
+            "variance_inflation": self.variance_inflation,
+            "keep_fraction": self.keep_fraction,
+        }
+        given = {name: value for name, value in budget.items() if value is not None}
+        return Pruning.from_options(self.pruning, {**(self.pruning_kwargs or {}), **given})
+
     def _refuse_options_without_effect(self) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
         for name, advice in _REFUSED.items():
@@ -232,6 +258,7 @@ class SDPOConfig(TrainingArguments):
         minimum = {
             "train_batch_size": 1,
             "max_tokens": 3,
+            "score_max_tokens": 3,
             "max_length": 2,
             "eval_holdout": 2,
             "max_train_samples": 1,

@@ -11,23 +11,99 @@ Names and meanings are those of TRL's DPOTrainer:
     mean_token_accuracy                share of chosen tokens that were the most probable, 0 to 1
     num_tokens                         tokens seen so far, each prompt counted once per response
 
-Logits, entropy and mean_token_accuracy cost a pass over the logits; they are of logged steps only.
+Logits, entropy and mean_token_accuracy cost a pass over the logits; they are of logged steps only,
+and of executed tokens. Where pairs or prefixes are pruned, the other means are unbiased estimates
+of what they would be without, and can leave their range. Of pruning itself:
+
+    pruning/executed_fraction          tokens whose forward ran, of all tokens (each prompt once)
+    pruning/backward_fraction          tokens whose backward ran, of all tokens
+    pruning/scored_fraction            response tokens in the head's backward, of all of them
+    pruning/variance_inflation         predicted second moment of the gradient over the dense one
+    pruning/effective_sample_size      Kish's, of the weights of a step's kept branches
+    pruning/max_weight                 largest product of inverse probabilities of a kept token
+    pruning/noise_adjusted_speedup     (dense FLOPs / executed FLOPs) / variance inflation
 
 Sums travel as one tensor per step (``MetricSums``), so that a step needs one host synchronization.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-__all__ = ["PAIR_COLUMNS", "MetricSums", "pair_rows", "sum_metrics", "token_sums"]
+__all__ = ["PAIR_COLUMNS", "MetricSums", "StepCounts", "sum_metrics", "token_sums"]
 
-PAIR_COLUMNS = ("loss", "chosen_sum", "rejected_sum", "chosen_logprob", "rejected_logprob")
-"""Columns of the per-pair tensor: the loss, A⁺, A⁻, log π(y⁺|x), log π(y⁻|x); all in nats."""
+PAIR_COLUMNS = (
+    *("loss", "chosen_sum", "rejected_sum", "chosen_logprob", "rejected_logprob"),
+    *("accurate", "absolute_log_ratio"),
+)
+"""Columns of the per-pair tensor: the loss, A⁺, A⁻, log π(y⁺|x), log π(y⁻|x), all in nats, 1 if
+A⁺ > A⁻, and |A⁺|/n⁺ + |A⁻|/n⁻ of what was executed: 0 where policy and reference agree."""
 
 _TOKEN_SUMS = ("entropy", "chosen_logit", "rejected_logit", "chosen_top")
+
+
+@dataclass(slots=True, kw_only=True)
+class StepCounts:
+    """What was executed and what the draws weigh, added up over one or more steps."""
+
+    num_steps: int = 0
+    dense_tokens: int = 0
+    dense_positions: int = 0
+    executed_tokens: int = 0
+    """Tokens scored, each once."""
+    forward_tokens: int = 0
+    """Tokens run forward outside of recomputation; a second pass counts again."""
+    backward_tokens: int = 0
+    recomputed_tokens: int = 0
+    forward_positions: int = 0
+    backward_positions: float = 0.0
+    effective_sample_size: float = 0.0
+    second_moment: float = 0.0
+    dense_moment: float = 0.0
+    max_weight: float = 1.0
+
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        """Counts of both."""
+        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return StepCounts(**{**added, "max_weight": max(self.max_weight, other.max_weight)})
+
+    def flops(self, *, body_parameters: int, head_parameters: int) -> int:
+        """FLOPs executed: 2 per parameter and token forward, 4 backward, 2 recomputed.
+
+        The head's backward computes logits again. Attention's quadratic part is not counted.
+        """
+        body = 2 * self.forward_tokens + 4 * self.backward_tokens + 2 * self.recomputed_tokens
+        head = 2 * self.forward_positions + 6 * self.backward_positions
+        return int(body_parameters * body + head_parameters * head)
+
+    def dense_flops(self, *, body_parameters: int, head_parameters: int, recomputes: bool) -> int:
+        """FLOPs of the same steps without pruning."""
+        dense = StepCounts(
+            forward_tokens=self.dense_tokens,
+            backward_tokens=self.dense_tokens,
+            recomputed_tokens=self.dense_tokens if recomputes else 0,
+            forward_positions=self.dense_positions,
+            backward_positions=self.dense_positions,
+        )
+        return dense.flops(body_parameters=body_parameters, head_parameters=head_parameters)
+
+    def means(
+        self, *, body_parameters: int, head_parameters: int, recomputes: bool
+    ) -> dict[str, float]:
+        """The pruning metrics under their names."""
+        inflation = self.second_moment / self.dense_moment if self.dense_moment > 0 else 1.0
+        sizes = {"body_parameters": body_parameters, "head_parameters": head_parameters}
+        speedup = self.dense_flops(**sizes, recomputes=recomputes) / max(1, self.flops(**sizes))
+        return {
+            "pruning/executed_fraction": self.executed_tokens / self.dense_tokens,
+            "pruning/backward_fraction": self.backward_tokens / self.dense_tokens,
+            "pruning/scored_fraction": self.backward_positions / self.dense_positions,
+            "pruning/variance_inflation": inflation,
+            "pruning/effective_sample_size": self.effective_sample_size / self.num_steps,
+            "pruning/max_weight": self.max_weight,
+            "pruning/noise_adjusted_speedup": speedup / inflation,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +112,7 @@ class MetricSums:
 
     num_pairs: int
     pair_sums: dict[str, float]
-    """Sums over pairs: loss, A⁺, A⁻, response log-probabilities, count of accurate pairs."""
-    absolute_log_ratio: float
-    """Σ over pairs of |A⁺| / n⁺ + |A⁻| / n⁻: 0 where policy and reference agree."""
+    """Sums over pairs of ``PAIR_COLUMNS``."""
     token_counts: tuple[int, int]
     """Chosen and rejected response tokens that the token sums run over; zeros if none were
     collected."""
@@ -49,7 +123,6 @@ class MetricSums:
         return MetricSums(
             num_pairs=self.num_pairs + other.num_pairs,
             pair_sums=_add(self.pair_sums, other.pair_sums),
-            absolute_log_ratio=self.absolute_log_ratio + other.absolute_log_ratio,
             token_counts=(
                 self.token_counts[0] + other.token_counts[0],
                 self.token_counts[1] + other.token_counts[1],
@@ -82,13 +155,11 @@ class MetricSums:
         return metrics
 
 
-def pair_rows(*, losses_P: Tensor, log_ratio_sums_P2: Tensor, logprob_sums_P2: Tensor) -> Tensor:
-    """Float [P, 5] without gradient: the columns of ``PAIR_COLUMNS`` for the pairs of one pack."""
-    return torch.cat([losses_P[:, None], log_ratio_sums_P2, logprob_sums_P2], dim=1).detach()
-
-
 def token_sums(statistics_R3: Tensor, is_chosen_R: Tensor) -> Tensor:
-    """Sums over tokens, float [4]: entropy, chosen logit, rejected logit, chosen top-1 agreement.
+    """Sums over tokens, float [6].
+
+    Entropy, chosen logit, rejected logit, chosen top-1 agreement; numbers of chosen and rejected
+    tokens.
 
     Args:
         statistics_R3: float [R, 3], entropy, mean logit and top-1 agreement of each response token.
@@ -97,45 +168,41 @@ def token_sums(statistics_R3: Tensor, is_chosen_R: Tensor) -> Tensor:
     chosen_R = is_chosen_R.to(statistics_R3.dtype)
     entropy_R, logit_R, top_R = statistics_R3.unbind(dim=1)
     sums = [entropy_R, logit_R * chosen_R, logit_R * (1 - chosen_R), top_R * chosen_R]
+    sums += [chosen_R, 1 - chosen_R]
     return torch.stack([column.sum() for column in sums])
 
 
 def sum_metrics(
-    pair_rows_P5: Tensor,
-    lengths_P2: Tensor,
-    token_sums_4: Sequence[Tensor],
-) -> tuple[MetricSums, bool]:
+    rows_P7: Tensor, token_sums_6: Tensor | None, draw_sums_4: Tensor, *, num_pairs: int
+) -> tuple[MetricSums, tuple[float, ...], bool]:
     """Brings a step's metrics to the host with one synchronization.
 
     Args:
-        pair_rows_P5: float [P, 5], all pairs of the step, see :func:`pair_rows`.
-        lengths_P2: int [P, 2] on the CPU, response tokens of each pair.
-        token_sums_4: from :func:`token_sums`, one per pack; empty if statistics were not collected.
+        rows_P7: float [P, 7], columns of ``PAIR_COLUMNS`` for the executed pairs.
+        token_sums_6: float [6], from :func:`token_sums`; None if not collected.
+        draw_sums_4: float64 [4], any numbers to bring along.
+        num_pairs: pairs of the step, executed or not.
 
     Returns:
-        (the sums, whether every number of every pair is finite).
+        (the sums, ``draw_sums_4``, whether every number of every pair is finite).
     """
-    lengths = lengths_P2.to(pair_rows_P5.device, non_blocking=True)
-    accurate = (pair_rows_P5[:, 1] > pair_rows_P5[:, 2]).sum()
-    per_token = (pair_rows_P5[:, 1:3].abs() / lengths).sum()
+    device = rows_P7.device
+    zeros = torch.zeros(6, device=device, dtype=torch.float64)
     parts = [
-        pair_rows_P5.double().sum(dim=0),
-        torch.stack([accurate.double(), per_token.double()]),
-        torch.isfinite(pair_rows_P5).all().double()[None],
-        *(sums.double() for sums in token_sums_4),
+        rows_P7.double().sum(dim=0),
+        torch.isfinite(rows_P7).all().double()[None],
+        zeros if token_sums_6 is None else token_sums_6.double(),
+        draw_sums_4,
     ]
     values: list[float] = torch.cat(parts).tolist()
-    columns, rest = values[:5], values[5:]
-    tokens = [sum(rest[3 + k :: 4]) for k in range(4)]
-    chosen, rejected = lengths_P2.sum(dim=0).tolist() if token_sums_4 else (0, 0)
+    columns, is_finite, tokens = values[:7], values[7], values[8:14]
     sums = MetricSums(
-        num_pairs=len(pair_rows_P5),
-        pair_sums={**dict(zip(PAIR_COLUMNS, columns, strict=True)), "accurate": rest[0]},
-        absolute_log_ratio=rest[1],
-        token_counts=(chosen, rejected),
-        token_sums=dict(zip(_TOKEN_SUMS, tokens, strict=True)),
+        num_pairs=num_pairs,
+        pair_sums=dict(zip(PAIR_COLUMNS, columns, strict=True)),
+        token_counts=(int(tokens[4]), int(tokens[5])),
+        token_sums=dict(zip(_TOKEN_SUMS, tokens[:4], strict=True)),
     )
-    return sums, bool(rest[2])
+    return sums, tuple(values[14:]), bool(is_finite)
 
 
 def _add(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:

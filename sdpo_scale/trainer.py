@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -22,16 +21,25 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from sdpo_scale.callbacks import MetricsFile, ProgressBar, new_progress, peak_memory_bytes
+from sdpo_scale.callbacks import (
+    MetricsFile,
+    ProgressBar,
+    PruningFile,
+    new_progress,
+    peak_memory_bytes,
+    show_progress,
+)
 from sdpo_scale.card import model_card
 from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
 from sdpo_scale.data.pairs import Pair, PairDataset
 from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs, score_pairs
+from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
-from sdpo_scale.metrics import MetricSums
-from sdpo_scale.modeling.loading import model_fingerprint, prepare_model
+from sdpo_scale.metrics import MetricSums, StepCounts
+from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
+from sdpo_scale.modeling.loading import matmul_parameters, model_fingerprint, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
 from sdpo_scale.step import StepOptions, StepResult, run_step
@@ -53,8 +61,8 @@ class SDPOTrainer(Trainer):
     * ``train``: fills the reference cache and runs the checks before the first step.
     * ``training_step``: one whole optimizer step, by ``step.run_step``.
     * ``evaluation_loop``: metrics are sums over pairs, so batches of any size weigh alike.
-    * ``log``: adds TRL's metrics to the loss.
-    * ``floating_point_ops``: counts executed tokens, prompts once.
+    * ``log``: adds TRL's metrics and those of pruning to the loss.
+    * ``floating_point_ops``: counts what was executed, prompts once.
     * ``create_model_card``: says how the model was trained.
     """
 
@@ -115,15 +123,27 @@ class SDPOTrainer(Trainer):
         self.add_callback(ProgressBar(lambda: self.step_numbers))
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
+        self._pruning = args.pruning_options
+        execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(
             objective=args.objective,
             beta=args.beta,
             label_smoothing=args.label_smoothing,
             max_tokens=args.max_tokens,
+            score_max_tokens=args.score_max_tokens or 2 * args.max_tokens,
+            recomputes=bool(args.activation_checkpointing) or execution == "checkpoint",
         )
+        self._history = PruningHistory()
+        self._pruning_file = PruningFile(self._history)
+        if self._pruning.is_active:
+            self.add_callback(self._pruning_file)
+            logger.info("pruning: %s (%s)", args.pruning, execution)
+        self._recompute = PrunedRecompute.bind(self.model) if execution == "checkpoint" else None
+        self._num_parameters = matmul_parameters(self.model)
         self._references: dict[int, ReferenceLogprobs] = {}
-        self._unlogged: MetricSums | None = None
+        self._unlogged: tuple[MetricSums, StepCounts] | None = None
         self._num_flops = 0
+        self._num_logged, self._num_clipped = 0, 0
         self._is_rehearsed = False
 
     def score(self) -> dict[str, int]:
@@ -160,7 +180,7 @@ class SDPOTrainer(Trainer):
                     forward=self._logprobs,
                     max_tokens=self.args.max_tokens,
                     indices=indices,
-                    on_progress=partial(_show_progress, progress, task),
+                    on_progress=partial(show_progress, progress, task),
                 )
             counts["scored"] += len(cache) - known
         self.model.train(was_training)
@@ -174,6 +194,7 @@ class SDPOTrainer(Trainer):
         self.score()
         if resume_from_checkpoint:
             self.args.eval_on_start = False  # "on start" is step 0, which the resumed run has had
+            self._pruning_file.restore(self.args.output_path, resume_from_checkpoint)
         if len(self.inputs.train) > 1:
             shortest = np.argsort(self.inputs.train.lengths.sum(axis=1), kind="stable")[:2]
             check_packed_pair(
@@ -227,7 +248,11 @@ class SDPOTrainer(Trainer):
         if not self._is_rehearsed:
             self._rehearse(model)
             start = time.perf_counter()
-        result = self._run(model, inputs, is_training=True, with_statistics=self._will_log())
+        result = self._run(
+            model, inputs, is_training=True, with_statistics=self._will_log(), draw=self._draw()
+        )
+        if result.observations is not None:
+            self._history.observe(result.observations)
         if is_first_update and not self.args.reference_free:
             check_first_step(result.metrics, options=self._options, dtype=self._dtype)
         self._account(inputs[0], result, seconds=time.perf_counter() - start)
@@ -267,7 +292,15 @@ class SDPOTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of the steps since the last call to a training line."""
         if "loss" in logs and self._unlogged is not None:
-            logs.update(self._unlogged.means(beta=self.args.beta))
+            metrics, counts = self._unlogged
+            logs.update(metrics.means(beta=self.args.beta))
+            if self._pruning.is_active:
+                recomputes = self._options.recomputes
+                logs.update(counts.means(**self._num_parameters, recomputes=recomputes))
+            if "grad_norm" in logs:
+                self._num_logged += 1
+                self._num_clipped += logs["grad_norm"] > self.args.max_grad_norm > 0
+                logs["clipped_fraction"] = self._num_clipped / self._num_logged
             logs["num_tokens"] = self.state.num_input_tokens_seen
             for name in ("pairs_per_second", "tokens_per_second", "peak_memory_gib"):
                 logs[name] = self.step_numbers[name]
@@ -275,7 +308,7 @@ class SDPOTrainer(Trainer):
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """FLOPs of the latest step: 6 per parameter and executed token, 8 with recomputation."""
+        """FLOPs of the latest step, of what was executed."""
         return self._num_flops
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -301,30 +334,36 @@ class SDPOTrainer(Trainer):
         (folder / "README.md").write_text(card, "utf-8")
 
     def _run(
-        self, model: nn.Module, inputs: StepPairs, *, is_training: bool, with_statistics: bool
+        self,
+        model: nn.Module,
+        inputs: StepPairs,
+        *,
+        is_training: bool,
+        with_statistics: bool,
+        draw: StepDraw | None = None,
     ) -> StepResult:
         pairs, reference = inputs
         return run_step(
             pairs,
             reference,
             options=self._options,
-            forward=lambda layout, statistics: self._forward(model, layout, statistics),
+            forward=partial(self._forward, model),
             backward=(lambda loss, _is_last: self.accelerator.backward(loss))
             if is_training
             else None,
+            draw=draw,
+            recompute=self._recompute if is_training else None,
             with_statistics=with_statistics,
         )
 
-    def _forward(
-        self, model: nn.Module, layout: PackLayout, with_statistics: bool
-    ) -> TokenLogprobs:
+    def _forward(self, model: nn.Module, layout: PackLayout, **options: bool) -> TokenLogprobs:
         # evaluation and scoring may come before Accelerate has wrapped the model's forward in
         # autocast
         with self.accelerator.autocast():
-            return model(pack=layout, with_statistics=with_statistics)
+            return model(pack=layout, **options)
 
     def _logprobs(self, layout: PackLayout) -> Tensor:
-        return self._forward(self.model, layout, False).logprobs_R
+        return self._forward(self.model, layout).logprobs_R
 
     def _scored(self, dataset: PairDataset) -> ScoredPairs:
         is_free = self.args.reference_free
@@ -360,25 +399,37 @@ class SDPOTrainer(Trainer):
         logger.info(
             "check: longest pack rehearsed: %d pairs, %d tokens, peak memory %.2f GiB",
             len(indices),
-            result.num_tokens,
+            result.counts.executed_tokens,
             peak_memory_bytes(self.args.device) / 2**30,
         )
 
     def _account(self, pairs: Sequence[Pair], result: StepResult, *, seconds: float) -> None:
-        metrics = result.metrics
-        self._unlogged = metrics if self._unlogged is None else self._unlogged + metrics
+        metrics, counts = result.metrics, result.counts
+        if self._unlogged is None:
+            self._unlogged = metrics, counts
+        else:
+            self._unlogged = self._unlogged[0] + metrics, self._unlogged[1] + counts
         self.state.num_input_tokens_seen += sum(
             2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs
         )
-        per_token = 8 if self.args.activation_checkpointing else 6
-        self._num_flops = per_token * self.model.num_parameters() * result.num_tokens
+        self._num_flops = counts.flops(**self._num_parameters)
         self.step_numbers = {
             "loss": metrics.loss,
             **metrics.means(beta=self.args.beta),
             "pairs_per_second": len(pairs) / seconds,
-            "tokens_per_second": result.num_tokens / seconds,
+            "tokens_per_second": counts.executed_tokens / seconds,
             "peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30,
         }
+
+    def _draw(self) -> StepDraw | None:
+        if not self._pruning.is_active:
+            return None
+        return StepDraw(
+            options=self._pruning,
+            history=self._history,
+            seed=self.args.seed,
+            step=self.state.global_step,
+        )
 
     def _will_log(self) -> bool:
         step = self.state.global_step + 1
@@ -396,7 +447,3 @@ class SDPOTrainer(Trainer):
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
-
-
-def _show_progress(progress: Progress, task: TaskID, done: int, total: int) -> None:
-    progress.update(task, completed=done, total=total)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from sdpo_scale.packing.layout import PackLayout
+from sdpo_scale.packing.layout import PackLayout, RowSelection
 
 __all__ = [
     "ATTENTION_NAME",
@@ -61,8 +61,10 @@ class Segments:
     """A key of ``BACKENDS``."""
 
 
-def segments_of(layout: PackLayout, *, backend: str, device: torch.device) -> Segments:
-    """The attention segments of a pack that lies on the CPU, as tensors on ``device``."""
+def segments_of(
+    layout: PackLayout | RowSelection, *, backend: str, device: torch.device
+) -> Segments:
+    """The attention segments of a pack, or of kept rows of one, as tensors on ``device``."""
     return Segments(
         cu_seqlens_q=layout.cu_seqlens_q.to(device, non_blocking=True),
         cu_seqlens_k=layout.cu_seqlens_k.to(device, non_blocking=True),

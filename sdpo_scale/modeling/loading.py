@@ -29,6 +29,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "matmul_parameters",
     "model_fingerprint",
     "prepare_model",
 ]
@@ -137,6 +138,15 @@ def prepare_model(
     )
     logger.info("attention: %s (%s)", backend, reason)
     bind_logprob_forward(model, backend=backend)
+
+
+def matmul_parameters(model: PreTrainedModel) -> dict[str, int]:
+    """Parameters in matrix products: ``body_parameters`` and ``head_parameters``."""
+    modules: Any = model.get_output_embeddings(), model.get_input_embeddings()
+    head, embedding = (module.weight for module in modules)
+    tables = head.numel() + (0 if head is embedding else embedding.numel())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"body_parameters": num_parameters - tables, "head_parameters": head.numel()}
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

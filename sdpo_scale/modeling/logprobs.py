@@ -6,7 +6,8 @@ Flow of one pack
     1. body     input_ids_T → hidden_TD, attention over the pack's segments
     2. gather   hidden_RD = hidden_TD[hidden_index_R]: only what predicts a response token
     3. head     in chunks of C rows: logits_CV → log-probability of the target, logits dropped
-    4. backward chunk by chunk: logits_CV again, softmax minus one-hot, gradients of both inputs
+    4. backward chunk by chunk: logits_CV again, softmax minus one-hot, gradients of both inputs;
+       where positions are pruned, only of the rows whose gradient is not 0
 
 Memory: one chunk of float32 logits (C·V·4 bytes) at a time, in the forward and in the backward,
 whatever the pack's length; plus the head's float32 gradient (V·D·4 bytes) while step 4 runs.
@@ -43,6 +44,10 @@ class TokenLogprobs(NamedTuple):
     statistics_R3: Tensor | None
     """float32 [R, 3] without gradient, or None: entropy in nats, mean logit, 1.0 if the target is
     the top."""
+    norms_R: Tensor | None = None
+    """float32 [R] (float64 for float64 models) without gradient, or None:
+    ‖onehot(y_t) − softmax_t‖, the norm of a log-probability's gradient with respect to the
+    logits."""
 
 
 def chunked_logprobs(
@@ -53,6 +58,7 @@ def chunked_logprobs(
     softcap: float | None = None,
     chunk_rows: int | None = None,
     with_statistics: bool = False,
+    with_norms: bool = False,
 ) -> TokenLogprobs:
     """Log-softmax of a linear head at the targets, without the logits of all rows at once.
 
@@ -67,9 +73,11 @@ def chunked_logprobs(
         softcap: cap of the logits, as in Gemma 2.
         chunk_rows: rows per chunk; by default what fits a fixed number of bytes.
         with_statistics: also return entropy, mean logit and top-1 agreement of each row.
+        with_norms: also return the norms that draws are made by, and expect their result: the
+            backward leaves out rows whose gradient is 0.
 
     Returns:
-        Log-probabilities and, if asked for, statistics.
+        Log-probabilities and, if asked for, statistics and norms.
     """
     device_type = hidden_RD.device.type
     dtype = hidden_RD.dtype
@@ -78,10 +86,13 @@ def chunked_logprobs(
     if chunk_rows is None:
         bytes_per_row = 4 * weight_VD.shape[0]
         chunk_rows = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // bytes_per_row)
-    logprobs_R, statistics_R3 = _ChunkedLogprobs.apply(
-        hidden_RD, weight_VD, target_ids_R, (dtype, softcap, chunk_rows, with_statistics)
+    settings = (dtype, softcap, chunk_rows, with_statistics, with_norms)
+    logprobs_R, statistics_R3, norms_R = _ChunkedLogprobs.apply(
+        hidden_RD, weight_VD, target_ids_R, settings
     )
-    return TokenLogprobs(logprobs_R, statistics_R3 if with_statistics else None)
+    return TokenLogprobs(
+        logprobs_R, statistics_R3 if with_statistics else None, norms_R if with_norms else None
+    )
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -91,9 +102,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_RD: Tensor,
         weight_VD: Tensor,
         target_ids_R: Tensor,
-        settings: tuple[torch.dtype, float | None, int, bool],
-    ) -> tuple[Tensor, Tensor]:
-        dtype, softcap, chunk_rows, with_statistics = settings
+        settings: tuple[torch.dtype, float | None, int, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, softcap, chunk_rows, with_statistics, with_norms = settings
         accumulated = torch.promote_types(dtype, torch.float32)
         num_rows = hidden_RD.shape[0]
         logprobs_R = hidden_RD.new_empty(num_rows, dtype=accumulated)
@@ -101,6 +112,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         statistics_R3 = hidden_RD.new_empty(
             num_rows if with_statistics else 0, 3, dtype=torch.float32
         )
+        norms_R = hidden_RD.new_empty(num_rows if with_norms else 0, dtype=accumulated)
         with torch.autocast(hidden_RD.device.type, enabled=False):
             weight = weight_VD.to(dtype)
             for rows in _chunks(num_rows, chunk_rows):
@@ -110,24 +122,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logprobs_R[rows] = target_logits_C - lse_R[rows]
                 if with_statistics:
                     statistics_R3[rows] = _statistics(logits_CV, lse_R[rows], target_logits_C)
+                if with_norms:
+                    norms_R[rows] = _norms(logits_CV, lse_R[rows], logprobs_R[rows])
         ctx.save_for_backward(hidden_RD, weight_VD, target_ids_R, lse_R)
-        ctx.settings = (dtype, softcap, chunk_rows)
-        ctx.mark_non_differentiable(statistics_R3)
-        return logprobs_R, statistics_R3
+        ctx.settings = (dtype, softcap, chunk_rows, with_norms)
+        ctx.mark_non_differentiable(statistics_R3, norms_R)
+        return logprobs_R, statistics_R3, norms_R
 
     @staticmethod
     def backward(
-        ctx: Any, grad_R: Tensor, _grad_statistics: Tensor
+        ctx: Any, grad_R: Tensor, *_grads_of_numbers: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_RD, weight_VD, target_ids_R, lse_R = ctx.saved_tensors
-        dtype, softcap, chunk_rows = ctx.settings
+        dtype, softcap, chunk_rows, is_sparse = ctx.settings
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_RD = torch.empty_like(hidden_RD) if needs_hidden else None
+        grad_hidden_RD = torch.zeros_like(hidden_RD) if needs_hidden else None
         grad_weight_VD = None
         if needs_weight:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_R.dtype)
         weight = weight_VD.to(dtype)
-        for rows in _chunks(hidden_RD.shape[0], chunk_rows):
+        kept = grad_R.nonzero()[:, 0] if is_sparse else None
+        for chunk in _chunks(len(grad_R if kept is None else kept), chunk_rows):
+            rows = chunk if kept is None else kept[chunk]
             hidden_CD = hidden_RD[rows].to(dtype)
             logits_CV = _logits(hidden_CD, weight, softcap, lse_R.dtype)
             # d log p(y) / d logit = onehot(y) − softmax, times f'(z) = 1 − (f(z) / softcap)²
@@ -161,6 +177,12 @@ def _logits(
     if softcap is not None:
         logits_CV = softcap * torch.tanh(logits_CV / softcap)
     return logits_CV
+
+
+def _norms(logits_CV: Tensor, lse_C: Tensor, logprobs_C: Tensor) -> Tensor:
+    """‖onehot(y) − softmax‖ = √(1 − 2·p_y + Σ_v p_v²); overwrites the logits."""
+    squares_C = logits_CV.sub_(lse_C[:, None]).mul_(2).exp_().sum(dim=-1)
+    return (1 - 2 * logprobs_C.exp() + squares_C).clamp_min(0).sqrt()
 
 
 def _statistics(logits_CV: Tensor, lse_C: Tensor, target_logits_C: Tensor) -> Tensor:
@@ -198,19 +220,18 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
         self: Any,
         hidden: Tensor,
         targets: Tensor | None = None,
-        with_statistics: bool = False,
+        **options: bool,
     ) -> Any:
         if targets is None:
             return original_head_forward(hidden)
-        return chunked_logprobs(
-            hidden, self.weight, targets, softcap=softcap, with_statistics=with_statistics
-        )
+        return chunked_logprobs(hidden, self.weight, targets, softcap=softcap, **options)
 
     def forward(
         self: Any,
         *args: Any,
         pack: PackLayout | None = None,
         with_statistics: bool = False,
+        with_norms: bool = False,
         **kwargs: Any,
     ) -> Any:
         # The attention's name stays set after a pack: a recomputing backward reads it again.
@@ -228,7 +249,7 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
         hidden_RD = hidden_TD.index_select(0, pack.hidden_index_R.to(device, non_blocking=True))
         targets_R = pack.target_ids_R.to(device, non_blocking=True)
         return self.get_output_embeddings()(
-            hidden_RD, targets=targets_R, with_statistics=with_statistics
+            hidden_RD, targets=targets_R, with_statistics=with_statistics, with_norms=with_norms
         )
 
     head.forward = types.MethodType(head_forward, head)

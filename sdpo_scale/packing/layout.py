@@ -21,7 +21,8 @@ Both are causal with the last query aligned to the last key ("bottom-right"):
     query r1   x  x  x  x  x
 
 The prompt's last row (2) predicts the first token of both responses, so its hidden state is scored
-twice.
+twice. A response may be empty, where only the other one is wanted; an empty rejected response has
+no segment.
 """
 
 from collections.abc import Sequence
@@ -32,10 +33,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["PackLayout", "TokenTriple", "build_layout"]
+__all__ = ["PackLayout", "RowSelection", "TokenTriple", "build_layout", "select_rows"]
 
 TokenTriple = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
-"""Token ids of a pair's prompt, chosen and rejected response, each with at least one token."""
+"""Token ids of a pair's prompt, chosen and rejected response; the prompt has at least one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class PackLayout:
     """int64 [R], the response tokens: chosen, then rejected, pair by pair."""
     is_chosen_R: Tensor
     """bool [R], whether it belongs to the chosen response."""
+    prompt_length_P: Tensor
+    """int64 [P], tokens of the prompt."""
     chosen_length_P: Tensor
     """int64 [P], n⁺."""
     rejected_length_P: Tensor
@@ -80,16 +83,16 @@ def build_layout(pairs: Sequence[TokenTriple]) -> PackLayout:
     """Lays pairs out as one pack, on the CPU.
 
     Args:
-        pairs: token ids (prompt, chosen, rejected) of each pair, each an int32 [n ≥ 1] array.
+        pairs: token ids (prompt, chosen, rejected) of each pair, each an int32 [n] array; n ≥ 1
+            for the prompt and for one of the responses.
 
     Returns:
         The layout of the pack, in the order of ``pairs``.
     """
     assert pairs, "a pack needs at least one pair"
-    assert all(len(part) > 0 for pair in pairs for part in pair), "segments are never empty"
-    input_ids, positions, kv_index, hidden_index, is_chosen = ([] for _ in range(5))
-    lengths_q: list[int] = []
-    lengths_k: list[int] = []
+    assert all(len(pair[0]) > 0 for pair in pairs), "a prompt has at least one token"
+    assert all(len(pair[1]) + len(pair[2]) > 0 for pair in pairs), "a pair has a response"
+    input_ids, positions, hidden_index, is_chosen = ([] for _ in range(4))
     start = 0
     for prompt, chosen, rejected in pairs:
         n_prompt, n_chosen, n_rejected = len(prompt), len(chosen), len(rejected)
@@ -100,21 +103,14 @@ def build_layout(pairs: Sequence[TokenTriple]) -> PackLayout:
             np.arange(n_prompt + n_chosen),
             np.arange(n_prompt, n_prompt + n_rejected),
         ]
-        lengths_q += [n_prompt + n_chosen, n_rejected]
-        lengths_k += [n_prompt + n_chosen, n_prompt + n_rejected]
-        kv_index += [
-            np.arange(start, rejected_start),
-            np.arange(start, chosen_start),
-            np.arange(rejected_start, end),
-        ]
         # the token before: for a response's first token that is the prompt's last
-        hidden_index += [
-            np.arange(chosen_start - 1, rejected_start - 1),
-            np.array([chosen_start - 1]),
-            np.arange(rejected_start, end - 1),
-        ]
+        hidden_index.append(np.arange(chosen_start - 1, rejected_start - 1))
+        if n_rejected:
+            hidden_index += [np.array([chosen_start - 1]), np.arange(rejected_start, end - 1)]
         is_chosen += [np.ones(n_chosen, dtype=bool), np.zeros(n_rejected, dtype=bool)]
         start = end
+    lengths = [(len(pair[0]), len(pair[1]), len(pair[2])) for pair in pairs]
+    lengths_q, lengths_k, kv_index = _segments(lengths)
     return PackLayout(
         input_ids_T=_int64(input_ids),
         position_ids_T=_int64(positions),
@@ -126,9 +122,95 @@ def build_layout(pairs: Sequence[TokenTriple]) -> PackLayout:
         hidden_index_R=_int64(hidden_index),
         target_ids_R=_int64([part for pair in pairs for part in pair[1:]]),
         is_chosen_R=torch.from_numpy(np.concatenate(is_chosen)),
+        prompt_length_P=torch.tensor([len(pair[0]) for pair in pairs]),
         chosen_length_P=torch.tensor([len(pair[1]) for pair in pairs]),
         rejected_length_P=torch.tensor([len(pair[2]) for pair in pairs]),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSelection:
+    """Rows of a pack that are kept, and the segments of the pack that they form."""
+
+    rows_T: Tensor
+    """int64 [T'], ascending rows of the original pack."""
+    cu_seqlens_q: Tensor
+    """int32 [S'+1], as in ``PackLayout``, of the kept rows."""
+    cu_seqlens_k: Tensor
+    """int32 [S'+1]."""
+    kv_index_K: Tensor
+    """int64 [K'], indices into the kept rows."""
+
+
+def select_rows(layout: PackLayout, kept: Sequence[tuple[int, int]]) -> RowSelection:
+    """The rows of a pack that remain when each response is cut to a prefix.
+
+    Prompt and prefixes of responses are closed under causal attention: a kept row attends to kept
+    rows only, so a backward over them is complete by itself.
+
+    Args:
+        layout: the pack.
+        kept: (leading chosen tokens, leading rejected tokens) of each pair; (0, 0) drops the pair
+            with its prompt.
+
+    Returns:
+        The selection. If every pair is dropped it is the pack's first row alone: sharded modules
+        need the same collectives from every rank, so a backward always has something to run.
+    """
+    assert len(kept) == layout.num_pairs
+    rows, lengths = [], []
+    start = 0
+    sizes = zip(
+        layout.prompt_length_P.tolist(),
+        layout.chosen_length_P.tolist(),
+        layout.rejected_length_P.tolist(),
+        kept,
+        strict=True,
+    )
+    for n_prompt, n_chosen, n_rejected, (chosen, rejected) in sizes:
+        assert chosen <= n_chosen, "a prefix is no longer than its response"
+        assert rejected <= n_rejected, "a prefix is no longer than its response"
+        rejected_start = start + n_prompt + n_chosen
+        if chosen or rejected:
+            rows += [
+                np.arange(start, start + n_prompt + chosen),
+                np.arange(rejected_start, rejected_start + rejected),
+            ]
+            lengths.append((n_prompt, chosen, rejected))
+        start = rejected_start + n_rejected
+    if not rows:
+        rows, lengths = [np.zeros(1, dtype=np.int64)], [(1, 0, 0)]
+    lengths_q, lengths_k, kv_index = _segments(lengths)
+    return RowSelection(
+        rows_T=_int64(rows),
+        cu_seqlens_q=_cumulative(lengths_q),
+        cu_seqlens_k=_cumulative(lengths_k),
+        kv_index_K=_int64(kv_index),
+    )
+
+
+def _segments(
+    lengths: Sequence[tuple[int, int, int]],
+) -> tuple[list[int], list[int], list[NDArray[np.int64]]]:
+    """Query lengths, key lengths and key rows of pairs of (prompt, chosen, rejected) tokens."""
+    lengths_q: list[int] = []
+    lengths_k: list[int] = []
+    kv_index: list[NDArray[np.int64]] = []
+    start = 0
+    for n_prompt, n_chosen, n_rejected in lengths:
+        rejected_start = start + n_prompt + n_chosen
+        lengths_q.append(n_prompt + n_chosen)
+        lengths_k.append(n_prompt + n_chosen)
+        kv_index.append(np.arange(start, rejected_start))
+        if n_rejected:  # varlen kernels need queries in every segment
+            lengths_q.append(n_rejected)
+            lengths_k.append(n_prompt + n_rejected)
+            kv_index += [
+                np.arange(start, start + n_prompt),
+                np.arange(rejected_start, rejected_start + n_rejected),
+            ]
+        start = rejected_start + n_rejected
+    return lengths_q, lengths_k, kv_index
 
 
 def _int64(parts: Sequence[NDArray[np.int32] | NDArray[np.int64]]) -> Tensor:

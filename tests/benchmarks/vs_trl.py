@@ -1,6 +1,6 @@
 """Pairs per second and peak memory beside TRL's DPOTrainer.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/vs_trl.py --json        # about 25 minutes on one core
+    OMP_NUM_THREADS=1 python tests/benchmarks/vs_trl.py --json        # about 50 minutes on one core
 
 Prints a table, or with --json {"chat": {"speedup": ..., "peak_ratio": ..., ...}, "long": {...}}.
 
@@ -114,7 +114,7 @@ def _measure(
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    tokenizer = AutoTokenizer.from_pretrained(HERE / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "small-lm")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=8192,

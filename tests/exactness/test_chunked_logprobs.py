@@ -29,7 +29,7 @@ def test_logprobs_and_gradients_equal_log_softmax_in_float64(softcap, chunk_rows
     grad = torch.randn(len(targets), dtype=torch.float64)
     _, expected = plain(hidden, weight, targets, softcap)
     expected_gradients = torch.autograd.grad(expected, (hidden, weight), grad)
-    found, _ = chunked_logprobs(hidden, weight, targets, softcap=softcap, chunk_rows=chunk_rows)
+    found, _, _ = chunked_logprobs(hidden, weight, targets, softcap=softcap, chunk_rows=chunk_rows)
     found_gradients = torch.autograd.grad(found, (hidden, weight), grad)
     for left, right in zip((found, *found_gradients), (expected, *expected_gradients), strict=True):
         assert (left - right).abs().max() < FLOAT64_ENUMERATION * right.abs().max()
@@ -48,7 +48,7 @@ def test_a_frozen_head_or_body_gets_no_gradient():
 def test_statistics_are_entropy_mean_logit_and_top_one():
     hidden, weight, targets = inputs()
     logits, _ = plain(hidden, weight, targets, None)
-    _, statistics = chunked_logprobs(hidden, weight, targets, chunk_rows=5, with_statistics=True)
+    _, statistics, _ = chunked_logprobs(hidden, weight, targets, chunk_rows=5, with_statistics=True)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     expected = torch.stack([entropy, logits.mean(-1), (logits.argmax(-1) == targets).double()], 1)
     torch.testing.assert_close(statistics, expected.float(), rtol=1e-6, atol=1e-6)
@@ -58,8 +58,8 @@ def test_statistics_are_entropy_mean_logit_and_top_one():
 def test_autocast_runs_products_in_its_dtype_and_sums_in_float32():
     hidden, weight, targets = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = chunked_logprobs(hidden, weight, targets)
-    exact, _ = chunked_logprobs(hidden, weight, targets)
+        found, _, _ = chunked_logprobs(hidden, weight, targets)
+    exact, _, _ = chunked_logprobs(hidden, weight, targets)
     assert found.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.1
     found.sum().backward()
@@ -81,3 +81,37 @@ def test_no_logits_of_all_rows_exist(monkeypatch):
     chunked_logprobs(hidden, weight, targets, chunk_rows=4).logprobs_R.sum().backward()
     assert len(seen) == 2 * 4  # four chunks, in the forward and again in the backward
     assert max(shape[0] for shape in seen) == 4
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_norms_are_those_of_onehot_minus_softmax(softcap):
+    hidden, weight, targets = inputs()
+    logits, _ = plain(hidden, weight, targets, softcap)
+    onehot = torch.nn.functional.one_hot(targets, logits.shape[1])
+    expected = (onehot - logits.softmax(dim=-1)).norm(dim=-1)
+    found = chunked_logprobs(
+        hidden, weight, targets, softcap=softcap, chunk_rows=5, with_norms=True
+    ).norms_R
+    assert (found - expected).abs().max() < FLOAT64_ENUMERATION
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_rows_without_gradient_are_left_out_of_the_backward_and_change_nothing(softcap):
+    weights = torch.tensor([0.0, 1.0, 0.0, 0.0, -2.0, 0.5, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0])
+    found = []
+    for with_norms in (False, True):
+        hidden, weight, targets = inputs()
+        output = chunked_logprobs(
+            hidden, weight, targets, softcap=softcap, chunk_rows=2, with_norms=with_norms
+        )
+        (output.logprobs_R * weights).sum().backward()
+        found.append((hidden.grad, weight.grad))
+    for dense, sparse in zip(*found, strict=True):
+        assert (dense - sparse).abs().max() < FLOAT64_ENUMERATION
+
+
+def test_a_backward_without_any_gradient_leaves_zeros():
+    hidden, weight, targets = inputs()
+    output = chunked_logprobs(hidden, weight, targets, with_norms=True)
+    (output.logprobs_R * 0.0).sum().backward()
+    assert float(hidden.grad.abs().max()) == float(weight.grad.abs().max()) == 0.0

@@ -39,7 +39,7 @@ def step(model, pairs, reference, **kwargs):
         pairs,
         reference,
         options=options(**kwargs),
-        forward=lambda layout, statistics: model(pack=layout, with_statistics=statistics),
+        forward=lambda layout, **kwargs: model(pack=layout, **kwargs),
         backward=lambda loss, _is_last: loss.backward(),
         with_statistics=True,
     )

@@ -10,3 +10,6 @@ and three layers with peaked attention enlarge that some hundred times."""
 
 FLOAT32_STEP_INVARIANCE = 1e-4
 """Relative to the largest entry: the same gradient summed over packs of other sizes."""
+
+FLOAT32_RECOMPUTED = 1e-5
+"""Relative to the largest entry: the same layers on the same numbers, in matrices of fewer rows."""

@@ -16,7 +16,7 @@ FLOORS = (
     ("objectives", "estimator.rng", "estimator.designs", "estimator.prefixes", "estimator.branches",
      "estimator.positions"),
     # 1: planning on integers
-    ("packing.plan", "memory.footprint", "memory.budget"),
+    ("packing.plan", "pruning", "draws", "memory.footprint", "memory.budget"),
     # 2: tensors of one pack
     ("packing.layout", "modeling.attention", "modeling.logprobs",
      "modeling.activation_checkpointing"),
@@ -24,7 +24,7 @@ FLOORS = (
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
      "modeling.loading", "data.reference", "data.loader", "sharding", "metrics"),
     # 4: the step
-    ("config", "card", "inputs", "step", "checks", "callbacks", "trainer"),
+    ("config", "card", "inputs", "weighting", "step", "checks", "callbacks", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
 )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
-from sdpo_scale.metrics import MetricSums
+from sdpo_scale.metrics import PAIR_COLUMNS, MetricSums
 from sdpo_scale.modeling.logprobs import bind_logprob_forward
 from sdpo_scale.objectives import OBJECTIVES
 from sdpo_scale.step import StepOptions
@@ -49,11 +49,9 @@ def test_a_packed_pair_that_differs_is_an_error():
 
 
 def sums(per_token):
-    names = ("loss", "chosen_sum", "rejected_sum", "chosen_logprob", "rejected_logprob", "accurate")
     return MetricSums(
         num_pairs=2,
-        pair_sums=dict.fromkeys(names, 0.0),
-        absolute_log_ratio=per_token * 4,
+        pair_sums={**dict.fromkeys(PAIR_COLUMNS, 0.0), "absolute_log_ratio": per_token * 4},
         token_counts=(0, 0),
         token_sums={},
     )

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from sdpo_scale.metrics import pair_rows, sum_metrics, token_sums
+from sdpo_scale.metrics import PAIR_COLUMNS, StepCounts, sum_metrics, token_sums
+
+NO_DRAWS = torch.zeros(4, dtype=torch.float64)
 
 
 def sums_of(losses, correct):
-    losses_P = torch.tensor(losses)
-    ratios = torch.tensor([[1.0, 0.0] if right else [0.0, 1.0] for right in correct])
-    rows = pair_rows(losses_P=losses_P, log_ratio_sums_P2=ratios, logprob_sums_P2=-ratios)
-    lengths = torch.ones(len(losses), 2, dtype=torch.int64)
-    return sum_metrics(rows, lengths, [])[0]
+    rows = torch.zeros(len(losses), len(PAIR_COLUMNS))
+    rows[:, 0] = torch.tensor(losses)
+    rows[:, PAIR_COLUMNS.index("accurate")] = torch.tensor(correct).float()
+    return sum_metrics(rows, None, NO_DRAWS, num_pairs=len(losses))[0]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -31,24 +32,89 @@ def test_one_host_synchronization_per_step(monkeypatch):
 
     def counted(self):
         nonlocal count
-        count += self.is_floating_point()  # lengths are integers that never left the host
+        count += 1
         return original(self)
 
+    rows = torch.ones(2, len(PAIR_COLUMNS))
+    tokens = token_sums(torch.ones(3, 3), torch.tensor([True, True, False]))
     for name in ("item", "__bool__", "__float__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, lambda *a, n=name: pytest.fail(f"{n} synchronizes"))
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    sums_of([0.2, 0.3], [1, 0])
+    sum_metrics(rows, tokens, NO_DRAWS, num_pairs=2)
     assert count == 1
 
 
-def test_a_tie_is_not_accurate_and_not_finite_is_reported():
-    rows = torch.tensor([[0.7, 1.0, 1.0, -1.0, -1.0], [torch.inf, 0.0, 0.0, 0.0, 0.0]])
-    sums, all_finite = sum_metrics(rows, torch.ones(2, 2, dtype=torch.int64), [])
-    assert sums.pair_sums["accurate"] == 0
-    assert not all_finite
+def test_what_is_not_finite_is_reported():
+    rows = torch.ones(2, len(PAIR_COLUMNS))
+    assert sum_metrics(rows, None, NO_DRAWS, num_pairs=2)[2]
+    rows[1, 3] = torch.inf
+    assert not sum_metrics(rows, None, NO_DRAWS, num_pairs=2)[2]
+
+
+def test_pairs_that_were_not_executed_count_in_the_mean():
+    rows = torch.full((2, len(PAIR_COLUMNS)), 3.0)
+    assert sum_metrics(rows, None, NO_DRAWS, num_pairs=6)[0].loss == pytest.approx(1.0)
 
 
 def test_token_sums_split_by_response():
     statistics = torch.tensor([[1.0, 2.0, 1.0], [3.0, 4.0, 0.0], [5.0, 6.0, 1.0]])
     found = token_sums(statistics, torch.tensor([True, True, False]))
-    assert found.tolist() == [9.0, 6.0, 6.0, 1.0]
+    assert found.tolist() == [9.0, 6.0, 6.0, 1.0, 2.0, 1.0]
+
+
+def test_numbers_of_draws_come_along():
+    draws = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    rows = torch.ones(1, len(PAIR_COLUMNS))
+    assert sum_metrics(rows, None, draws, num_pairs=1)[1] == (1.0, 2.0, 3.0, 4.0)
+
+
+SIZES = {"body_parameters": 100, "head_parameters": 10}
+
+
+def counts(**changes):
+    values = {
+        "num_steps": 1,
+        "dense_tokens": 20,
+        "dense_positions": 8,
+        "executed_tokens": 20,
+        "forward_tokens": 20,
+        "backward_tokens": 20,
+        "recomputed_tokens": 20,
+        "forward_positions": 8,
+        "backward_positions": 8.0,
+    }
+    return StepCounts(**{**values, **changes})
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_a_step_without_pruning_has_a_speed_up_of_1(recomputes):
+    found = counts(recomputed_tokens=20 if recomputes else 0)
+    means = found.means(**SIZES, recomputes=recomputes)
+    assert means["pruning/noise_adjusted_speedup"] == 1.0
+    assert means["pruning/variance_inflation"] == 1.0
+    assert means["pruning/executed_fraction"] == means["pruning/backward_fraction"] == 1.0
+
+
+def test_half_of_the_backward_with_recomputation_costs_5_eighths_of_the_body():
+    found = counts(backward_tokens=10, recomputed_tokens=10)
+    dense = found.dense_flops(**SIZES, recomputes=True)
+    head = 10 * 8 * 8
+    assert (found.flops(**SIZES) - head) / (dense - head) == pytest.approx(5 / 8)
+
+
+def test_the_speed_up_is_divided_by_the_inflation():
+    pruned = counts(backward_tokens=10, recomputed_tokens=10, second_moment=3.0, dense_moment=2.0)
+    plain = counts(backward_tokens=10, recomputed_tokens=10)
+    name = "pruning/noise_adjusted_speedup"
+    found, expected = (c.means(**SIZES, recomputes=True)[name] for c in (pruned, plain))
+    assert found == pytest.approx(expected / 1.5)
+
+
+def test_counts_add_up_and_the_largest_weight_stays():
+    total = counts(max_weight=3.0, effective_sample_size=4.0) + counts(
+        max_weight=2.0, effective_sample_size=8.0
+    )
+    means = total.means(**SIZES, recomputes=True)
+    assert total.dense_tokens == 40
+    assert means["pruning/max_weight"] == 3.0
+    assert means["pruning/effective_sample_size"] == 6.0
