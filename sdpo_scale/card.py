@@ -21,6 +21,7 @@ library_name: transformers
 | loss | {loss_type}, beta {beta}, label smoothing {label_smoothing} |
 | learning rate | {learning_rate} |
 | pairs per step | {train_batch_size} |
+| pruning | {pruning} |
 | optimizer steps | {num_steps} |
 | seed | {seed} |
 
@@ -61,6 +62,7 @@ def model_card(
         label_smoothing=args.label_smoothing,
         learning_rate=args.learning_rate,
         train_batch_size=args.train_batch_size,
+        pruning=args.pruning,
         num_steps=num_steps,
         seed=args.seed,
     )

@@ -258,7 +258,6 @@ class SDPOConfig(TrainingArguments):
         minimum = {
             "train_batch_size": 1,
             "max_tokens": 3,
-            "score_max_tokens": 3,
             "max_length": 2,
             "eval_holdout": 2,
             "max_train_samples": 1,
@@ -268,6 +267,11 @@ class SDPOConfig(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.score_max_tokens is not None and self.score_max_tokens < self.max_tokens:
+            raise ValueError(
+                f"score_max_tokens is {self.score_max_tokens}, less than max_tokens "
+                f"({self.max_tokens}): without gradient at least as much fits"
+            )
         if self.eval_holdout is not None and self.eval_dataset is not None:
             raise ValueError(
                 "eval_holdout takes evaluation pairs from train_dataset, but eval_dataset is set "

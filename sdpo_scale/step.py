@@ -211,22 +211,25 @@ class _Step:
             # 4. draw what is kept of this pack
             weights_R, drawn = self._draw(scored, is_whole_step=False)
             lengths_P2 = scored.executed.lengths_P2
-            if self.recompute is not None and drawn is not None:
-                lengths_P2 = drawn.lengths_P2
-                self.recompute.keep(select_rows(layout, [(int(c), int(r)) for c, r in lengths_P2]))
+            if self.recompute is not None:
+                lengths_P2 = lengths_P2 if drawn is None else drawn.lengths_P2
+                self.recompute.keep(select_rows(layout, lengths_P2.tolist()))
             # 5. train: the backward of what is kept; gradients of all packs add up
             self._train(scored.logprobs_R, weights_R, is_last=number == len(packs))
             self._count_backward(scored.executed.prompt_lengths_P, lengths_P2)
 
     def score_then_train(self) -> None:
         """All forwards without gradient, one draw over the step, a train pass over what is kept."""
+        # 2. plan: packs without gradient hold more
         most = self.options.score_max_tokens or self.options.max_tokens
         packs = self._plan(self.present, self.executed.pair_tokens_P, most)
+        # 3. score
         with torch.no_grad():
             parts = [
                 self._score(p, self._layout(p, self.executed.lengths_P2[list(p)])) for p in packs
             ]
         scored = _joined(parts, self.executed)
+        # 4. draw what is kept of the whole step
         weights_R, drawn = self._draw(scored, is_whole_step=True)
         assert drawn is not None, "a step that scores first has a draw"
         prompts_P = scored.executed.prompt_lengths_P
@@ -234,7 +237,7 @@ class _Step:
         if not kept_P.any():
             self.train_nothing()
             return
-        # plan again: what is kept needs fewer packs
+        # 5. plan again, since what is kept needs fewer packs, and train
         tokens_of_pair = np.split(np.flatnonzero(drawn.is_kept_R), np.cumsum(kept_P)[:-1])
         packs = self._plan(
             np.flatnonzero(kept_P).tolist(), prompts_P + kept_P, self.options.max_tokens
@@ -255,6 +258,8 @@ class _Step:
         if self.recompute is not None:
             self.recompute.begin()
         logprobs_R = self._run(layout).logprobs_R
+        if self.recompute is not None:
+            self.recompute.keep(None)
         if self.backward is not None:
             self._train(logprobs_R, torch.zeros_like(logprobs_R), is_last=True)
 
@@ -300,12 +305,11 @@ class _Step:
 
     def _layout(self, positions: Sequence[int], lengths_P2: NDArray[np.int64]) -> PackLayout:
         pairs = [self.pairs[p] for p in positions]
-        return build_layout(
-            [
-                (pair.prompt_ids, pair.chosen_ids[:chosen], pair.rejected_ids[:rejected])
-                for pair, (chosen, rejected) in zip(pairs, lengths_P2, strict=True)
-            ]
-        )
+        prefixes = [
+            (pair.prompt_ids, pair.chosen_ids[:chosen], pair.rejected_ids[:rejected])
+            for pair, (chosen, rejected) in zip(pairs, lengths_P2, strict=True)
+        ]
+        return build_layout(prefixes)
 
     def _run(self, layout: PackLayout, *, with_statistics: bool = False) -> TokenLogprobs:
         self.record.counts.forward_tokens += layout.num_tokens
@@ -326,9 +330,7 @@ class _Step:
                 for logprobs, length in zip(self.reference[position], lengths, strict=True)
             ]
             reference_R = torch.from_numpy(np.concatenate(references))
-            log_ratios_R = logprobs_R - reference_R.to(
-                logprobs_R.device, logprobs_R.dtype, non_blocking=True
-            )
+            log_ratios_R = logprobs_R - reference_R.to(logprobs_R, non_blocking=True)
         weights_R, rows_P7 = telescoped_loss(
             logprobs_R,
             log_ratios_R,

@@ -21,8 +21,11 @@ Both are causal with the last query aligned to the last key ("bottom-right"):
     query r1   x  x  x  x  x
 
 The prompt's last row (2) predicts the first token of both responses, so its hidden state is scored
-twice. A response may be empty, where only the other one is wanted; an empty rejected response has
-no segment.
+twice.
+
+A response may be empty, where only the other one is wanted. An empty rejected response has no
+segment, since varlen kernels need queries in each; without its chosen response a pair still has
+the segment of its prompt, and the rejected response its own.
 """
 
 from collections.abc import Sequence
@@ -130,34 +133,44 @@ def build_layout(pairs: Sequence[TokenTriple]) -> PackLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSelection:
-    """Rows of a pack that are kept, and the segments of the pack that they form."""
+    """Rows of a pack that are kept, and the segments that they form as a pack of their own.
+
+    Of the pair drawn at the head of the module, with one token of each response kept:
+
+        rows_T           0    1    2    3    5               p0 p1 p2 c0 r0
+        cu_seqlens_q     [0, 4, 5]
+        cu_seqlens_k     [0, 4, 8]
+        kv_index_K       0 1 2 3   0 1 2 4                   where keys lie among the kept rows
+    """
 
     rows_T: Tensor
-    """int64 [T'], ascending rows of the original pack."""
+    """int64 [T'], rows of the pack in ascending order, at least one."""
     cu_seqlens_q: Tensor
-    """int32 [S'+1], as in ``PackLayout``, of the kept rows."""
+    """int32 [S'+1], cumulative query lengths, strictly increasing from 0 to T'."""
     cu_seqlens_k: Tensor
-    """int32 [S'+1]."""
+    """int32 [S'+1], cumulative key lengths, strictly increasing from 0 to K'."""
     kv_index_K: Tensor
-    """int64 [K'], indices into the kept rows."""
+    """int64 [K'], indices into the kept rows, not into the pack."""
 
 
 def select_rows(layout: PackLayout, kept: Sequence[tuple[int, int]]) -> RowSelection:
     """The rows of a pack that remain when each response is cut to a prefix.
 
-    Prompt and prefixes of responses are closed under causal attention: a kept row attends to kept
-    rows only, so a backward over them is complete by itself.
+    A union of prompts and of prefixes of responses is closed under causal attention: a kept row
+    attends to kept rows only, at every layer, so it has the same hidden state and the same gradient
+    whether the other rows are there or not.
 
     Args:
         layout: the pack.
-        kept: (leading chosen tokens, leading rejected tokens) of each pair; (0, 0) drops the pair
-            with its prompt.
+        kept: (leading chosen tokens, leading rejected tokens) of each pair [P]; (0, 0) drops the
+            pair with its prompt.
 
     Returns:
-        The selection. If every pair is dropped it is the pack's first row alone: sharded modules
-        need the same collectives from every rank, so a backward always has something to run.
+        The selection. If every pair is dropped it is the pack's first row alone, a segment of its
+        own: FSDP's and ZeRO's collectives must match between ranks, and every parameter is to have
+        a gradient, be it 0, so a backward always has a row to run on.
     """
-    assert len(kept) == layout.num_pairs
+    assert len(kept) == layout.num_pairs, "one entry for each pair of the pack"
     rows, lengths = [], []
     start = 0
     sizes = zip(
@@ -168,8 +181,8 @@ def select_rows(layout: PackLayout, kept: Sequence[tuple[int, int]]) -> RowSelec
         strict=True,
     )
     for n_prompt, n_chosen, n_rejected, (chosen, rejected) in sizes:
-        assert chosen <= n_chosen, "a prefix is no longer than its response"
-        assert rejected <= n_rejected, "a prefix is no longer than its response"
+        assert 0 <= chosen <= n_chosen, "a prefix is no longer than its response"
+        assert 0 <= rejected <= n_rejected, "a prefix is no longer than its response"
         rejected_start = start + n_prompt + n_chosen
         if chosen or rejected:
             rows += [
@@ -202,7 +215,7 @@ def _segments(
         lengths_q.append(n_prompt + n_chosen)
         lengths_k.append(n_prompt + n_chosen)
         kv_index.append(np.arange(start, rejected_start))
-        if n_rejected:  # varlen kernels need queries in every segment
+        if n_rejected:  # a segment without queries must not arise
             lengths_q.append(n_rejected)
             lengths_k.append(n_prompt + n_rejected)
             kv_index += [

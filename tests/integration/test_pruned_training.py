@@ -153,6 +153,7 @@ def test_max_tokens_changes_no_draw(preset: str, checkpointing: bool, make: Make
         ({"variance_inflation": 1.1}, "act on branches and presample, and neither is on"),
         ({"pruning": "exact-budget", "variance_inflation": 0.9}, "at least 1, got 0.9"),
         ({"pruning": "exact-budget", "keep_fraction": 0.0}, "keep_fraction must be in"),
+        ({"score_max_tokens": 100}, "less than max_tokens"),
     ],
 )
 def test_pruning_options_that_cannot_be_used_are_named(options: Any, message: str, tmp_path: Path):
