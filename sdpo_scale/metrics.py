@@ -26,6 +26,7 @@ of what they would be without, and can leave their range. Of pruning itself:
 Sums travel as one tensor per step (``MetricSums``), so that a step needs one host synchronization.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -173,36 +174,37 @@ def token_sums(statistics_R3: Tensor, is_chosen_R: Tensor) -> Tensor:
 
 
 def sum_metrics(
-    rows_P7: Tensor, token_sums_6: Tensor | None, draw_sums_4: Tensor, *, num_pairs: int
-) -> tuple[MetricSums, tuple[float, ...], bool]:
+    rows_P7: Tensor,
+    token_sums_6: Tensor | None,
+    extra: Tensor,
+    *,
+    num_pairs: int,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> tuple[MetricSums, list[float]]:
     """Brings a step's metrics to the host with one synchronization.
 
     Args:
-        rows_P7: float [P, 7], columns of ``PAIR_COLUMNS`` for the executed pairs.
+        rows_P7: float [P, 7], columns of ``PAIR_COLUMNS`` for the pairs executed here.
         token_sums_6: float [6], from :func:`token_sums`; None if not collected.
-        draw_sums_4: float64 [4], any numbers to bring along.
+        extra: float64 [n], any numbers to sum and bring along.
         num_pairs: pairs of the step, executed or not.
+        sum_over_ranks: sums a tensor over all ranks.
 
     Returns:
-        (the sums, ``draw_sums_4``, whether every number of every pair is finite).
+        (the metrics' sums, the sums of ``extra``), the same on every rank.
     """
-    device = rows_P7.device
-    zeros = torch.zeros(6, device=device, dtype=torch.float64)
-    parts = [
-        rows_P7.double().sum(dim=0),
-        torch.isfinite(rows_P7).all().double()[None],
-        zeros if token_sums_6 is None else token_sums_6.double(),
-        draw_sums_4,
-    ]
-    values: list[float] = torch.cat(parts).tolist()
-    columns, is_finite, tokens = values[:7], values[7], values[8:14]
+    zeros = torch.zeros(6, device=rows_P7.device, dtype=torch.float64)
+    tokens_6 = zeros if token_sums_6 is None else token_sums_6.double()
+    packed = torch.cat([rows_P7.double().sum(dim=0), tokens_6, extra])
+    values: list[float] = sum_over_ranks(packed).tolist()
+    columns, tokens = values[:7], values[7:13]
     sums = MetricSums(
         num_pairs=num_pairs,
         pair_sums=dict(zip(PAIR_COLUMNS, columns, strict=True)),
-        token_counts=(int(tokens[4]), int(tokens[5])),
+        token_counts=(round(tokens[4]), round(tokens[5])),
         token_sums=dict(zip(_TOKEN_SUMS, tokens[:4], strict=True)),
     )
-    return sums, tuple(values[14:]), bool(is_finite)
+    return sums, values[13:]
 
 
 def _add(left: dict[str, float], right: dict[str, float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -42,7 +43,8 @@ from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
 from sdpo_scale.modeling.loading import matmul_parameters, model_fingerprint, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
-from sdpo_scale.step import StepOptions, StepResult, run_step
+from sdpo_scale.record import StepResult
+from sdpo_scale.step import StepOptions, run_step
 
 __all__ = ["SDPOTrainer"]
 
@@ -62,8 +64,7 @@ class SDPOTrainer(Trainer):
     * ``training_step``: one whole optimizer step, by ``step.run_step``.
     * ``evaluation_loop``: metrics are sums over pairs, so batches of any size weigh alike.
     * ``log``: adds TRL's metrics and those of pruning to the loss.
-    * ``floating_point_ops``: counts what was executed, prompts once.
-    * ``create_model_card``: says how the model was trained.
+    * ``floating_point_ops``, ``create_model_card``: say what was executed and how.
     """
 
     args: SDPOConfig
@@ -132,6 +133,8 @@ class SDPOTrainer(Trainer):
             max_tokens=args.max_tokens,
             score_max_tokens=args.score_max_tokens or 2 * args.max_tokens,
             recomputes=bool(args.activation_checkpointing) or execution == "checkpoint",
+            hidden_size=self.model.config.hidden_size,
+            device=args.device,
         )
         self._history = PruningHistory()
         self._pruning_file = PruningFile(self._history)
@@ -242,12 +245,11 @@ class SDPOTrainer(Trainer):
         Raises:
             NonFiniteError: names the pairs.
         """
-        start = time.perf_counter()
         model.train()
         is_first_update = self.state.global_step == 0 and not self._is_rehearsed
         if not self._is_rehearsed:
             self._rehearse(model)
-            start = time.perf_counter()
+        start = time.perf_counter()
         result = self._run(
             model, inputs, is_training=True, with_statistics=self._will_log(), draw=self._draw()
         )
@@ -346,14 +348,13 @@ class SDPOTrainer(Trainer):
         return run_step(
             pairs,
             reference,
-            options=self._options,
+            options=replace(self._options, with_statistics=with_statistics),
             forward=partial(self._forward, model),
             backward=(lambda loss, _is_last: self.accelerator.backward(loss))
             if is_training
             else None,
             draw=draw,
             recompute=self._recompute if is_training else None,
-            with_statistics=with_statistics,
         )
 
     def _forward(self, model: nn.Module, layout: PackLayout, **options: bool) -> TokenLogprobs:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sdpo_scale.data.pairs import Pair
-from sdpo_scale.draws import Observations, StepDraw
+from sdpo_scale.draws import StepDraw
 from sdpo_scale.estimator.positions import position_probabilities
 from sdpo_scale.estimator.prefixes import (
     PrefixDesign,
@@ -40,7 +40,6 @@ __all__ = [
     "Executed",
     "draw_backward",
     "draw_executed",
-    "observations_of",
     "response_norms",
     "sample_positions",
     "telescoped_loss",
@@ -187,25 +186,6 @@ class BackwardDraw:
     importance_P: Floats
     branch_importance_N: Floats
     branch_cost_N: Floats
-
-    def total_weights(self, executed: Executed) -> Floats:
-        """Weights of the kept branches in the gradient, presample stage included."""
-        weights_PB = self.ht_weights_N.reshape(len(executed.pair_weights_P), -1)
-        weights_PB = weights_PB * executed.pair_weights_P[:, None]
-        return weights_PB[weights_PB > 0]
-
-
-def observations_of(draws: Sequence[tuple[Executed, BackwardDraw]]) -> Observations:
-    """What all packs of a step saw."""
-    importance = [drawn.importance_P / executed.pair_weights_P for executed, drawn in draws]
-    return Observations(
-        pair_ids=tuple(pair_id for executed, _ in draws for pair_id in executed.pair_ids),
-        importance_P=np.concatenate(importance),
-        branches=(
-            np.concatenate([drawn.branch_importance_N for _, drawn in draws]),
-            np.concatenate([drawn.branch_cost_N for _, drawn in draws]),
-        ),
-    )
 
 
 def response_norms(weights_R: Tensor, norms_R: Tensor, executed: Executed) -> Floats:

@@ -34,6 +34,7 @@ SURVIVAL: dict[str, dict[str, Any]] = {
 BRANCHES: dict[str, dict[str, Any]] = {
     "pair": {"branches": "importance"},
     "response": {"branches": "importance", "branch_unit": "response"},
+    "pivotal": {"branches": "importance", "branch_sampling": "pivotal"},
     "uniform": {"branches": "uniform"},
 }
 EXECUTIONS = ("two_pass", "checkpoint")

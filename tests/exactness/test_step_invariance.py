@@ -23,6 +23,7 @@ def options(loss_type="sigmoid", max_tokens=10_000, smoothing=0.0):
         beta=BETA,
         label_smoothing=smoothing,
         max_tokens=max_tokens,
+        with_statistics=True,
     )
 
 
@@ -41,7 +42,6 @@ def step(model, pairs, reference, **kwargs):
         options=options(**kwargs),
         forward=lambda layout, **kwargs: model(pack=layout, **kwargs),
         backward=lambda loss, _is_last: loss.backward(),
-        with_statistics=True,
     )
     return result, gradients(model)
 

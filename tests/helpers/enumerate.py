@@ -10,7 +10,7 @@ import pytest
 import sdpo_scale.draws
 import sdpo_scale.weighting
 from sdpo_scale.draws import StepDraw
-from sdpo_scale.estimator.designs import poisson, systematic
+from sdpo_scale.estimator.designs import pivotal, poisson, systematic
 from sdpo_scale.estimator.positions import position_probabilities
 from sdpo_scale.estimator.prefixes import draw_levels
 
@@ -91,6 +91,9 @@ def script_draws(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
         middle = float(edges[piece] + edges[piece + 1]) / 2
         return systematic(probabilities_N, start=middle, order_N=order_N)
 
+    def duels(probabilities_N: Any, *, decide: Any, order_N: Any) -> Any:
+        return pivotal(probabilities_N, decide=lambda p: choose([p, 1 - p]) == 0, order_N=order_N)
+
     probabilities: list[Any] = []
 
     def of_positions(*args: Any, **kwargs: Any) -> Any:
@@ -110,6 +113,7 @@ def script_draws(monkeypatch: pytest.MonkeyPatch, choose: Choose) -> None:
     monkeypatch.setattr(sdpo_scale.draws, "draw_levels", levels)
     monkeypatch.setattr(sdpo_scale.draws, "poisson", coins)
     monkeypatch.setattr(sdpo_scale.draws, "systematic", line)
+    monkeypatch.setattr(sdpo_scale.draws, "pivotal", duels)
     monkeypatch.setattr(sdpo_scale.weighting, "position_probabilities", of_positions)
     monkeypatch.setattr(StepDraw, "uniforms", uniforms)
 

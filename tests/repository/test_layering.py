@@ -24,7 +24,7 @@ FLOORS = (
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
      "modeling.loading", "data.reference", "data.loader", "sharding", "metrics"),
     # 4: the step
-    ("config", "card", "inputs", "weighting", "step", "checks", "callbacks", "trainer"),
+    ("config", "card", "inputs", "weighting", "record", "step", "checks", "callbacks", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
 )

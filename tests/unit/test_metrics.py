@@ -5,14 +5,14 @@ import torch
 
 from sdpo_scale.metrics import PAIR_COLUMNS, StepCounts, sum_metrics, token_sums
 
-NO_DRAWS = torch.zeros(4, dtype=torch.float64)
+NOTHING = torch.zeros(0, dtype=torch.float64)
 
 
 def sums_of(losses, correct):
     rows = torch.zeros(len(losses), len(PAIR_COLUMNS))
     rows[:, 0] = torch.tensor(losses)
     rows[:, PAIR_COLUMNS.index("accurate")] = torch.tensor(correct).float()
-    return sum_metrics(rows, None, NO_DRAWS, num_pairs=len(losses))[0]
+    return sum_metrics(rows, None, NOTHING, num_pairs=len(losses))[0]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -40,20 +40,13 @@ def test_one_host_synchronization_per_step(monkeypatch):
     for name in ("item", "__bool__", "__float__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, lambda *a, n=name: pytest.fail(f"{n} synchronizes"))
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    sum_metrics(rows, tokens, NO_DRAWS, num_pairs=2)
+    sum_metrics(rows, tokens, NOTHING, num_pairs=2)
     assert count == 1
-
-
-def test_what_is_not_finite_is_reported():
-    rows = torch.ones(2, len(PAIR_COLUMNS))
-    assert sum_metrics(rows, None, NO_DRAWS, num_pairs=2)[2]
-    rows[1, 3] = torch.inf
-    assert not sum_metrics(rows, None, NO_DRAWS, num_pairs=2)[2]
 
 
 def test_pairs_that_were_not_executed_count_in_the_mean():
     rows = torch.full((2, len(PAIR_COLUMNS)), 3.0)
-    assert sum_metrics(rows, None, NO_DRAWS, num_pairs=6)[0].loss == pytest.approx(1.0)
+    assert sum_metrics(rows, None, NOTHING, num_pairs=6)[0].loss == pytest.approx(1.0)
 
 
 def test_token_sums_split_by_response():
@@ -62,10 +55,12 @@ def test_token_sums_split_by_response():
     assert found.tolist() == [9.0, 6.0, 6.0, 1.0, 2.0, 1.0]
 
 
-def test_numbers_of_draws_come_along():
-    draws = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+def test_other_numbers_come_along_and_all_are_summed_over_ranks():
+    extra = torch.tensor([1.0, 2.0], dtype=torch.float64)
     rows = torch.ones(1, len(PAIR_COLUMNS))
-    assert sum_metrics(rows, None, draws, num_pairs=1)[1] == (1.0, 2.0, 3.0, 4.0)
+    sums, found = sum_metrics(rows, None, extra, num_pairs=2, sum_over_ranks=lambda t: 2 * t)
+    assert found == [2.0, 4.0]
+    assert sums.loss == 1.0
 
 
 SIZES = {"body_parameters": 100, "head_parameters": 10}
