@@ -27,12 +27,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import get_last_checkpoint
 
 from sdpo_scale.draws import PruningHistory
+from sdpo_scale.metrics import MetricSums, StepCounts
+from sdpo_scale.record import StepResult
 
 __all__ = [
     "CONSOLE",
     "MetricsFile",
     "ProgressBar",
     "PruningFile",
+    "StepLog",
     "new_progress",
     "peak_memory_bytes",
     "show_progress",
@@ -111,6 +114,61 @@ class MetricsFile(TrainerCallback):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class StepLog:
+    """The numbers of the latest step, and of the steps since the last logged line."""
+
+    def __init__(
+        self,
+        *,
+        beta: float,
+        num_parameters: Mapping[str, int],
+        recomputes: bool,
+        is_pruned: bool,
+    ) -> None:
+        """Takes what metrics depend on besides the steps."""
+        self.numbers: dict[str, float] = {}
+        self.num_flops = 0
+        self._beta, self._sizes, self._recomputes = beta, dict(num_parameters), recomputes
+        self._is_pruned = is_pruned
+        self._steps: tuple[MetricSums, StepCounts] | None = None
+        self._num_logged, self._num_clipped = 0, 0
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether there were steps since the last line."""
+        return self._steps is not None
+
+    def add(self, result: StepResult, *, device: torch.device, seconds: float) -> None:
+        """Adds a step."""
+        metrics, counts = result.metrics, result.counts
+        self.num_flops = counts.flops(**self._sizes)
+        self.numbers = {
+            "loss": metrics.loss,
+            **metrics.means(beta=self._beta),
+            "pairs_per_second": metrics.num_pairs / seconds,
+            "tokens_per_second": counts.executed_tokens / seconds,
+            "peak_memory_gib": peak_memory_bytes(device) / 2**30,
+        }
+        if self._steps is not None:
+            metrics, counts = self._steps[0] + metrics, self._steps[1] + counts
+        self._steps = metrics, counts
+
+    def line(self, grad_norm: float | None, max_grad_norm: float) -> dict[str, float]:
+        """The metrics of the steps since the last call, which had at least one."""
+        assert self._steps is not None
+        metrics, counts = self._steps
+        self._steps = None
+        line = metrics.means(beta=self._beta)
+        if self._is_pruned:
+            line.update(counts.means(**self._sizes, recomputes=self._recomputes))
+        if grad_norm is not None:
+            self._num_logged += 1
+            self._num_clipped += grad_norm > max_grad_norm > 0
+            line["clipped_fraction"] = self._num_clipped / self._num_logged
+        names = ("pairs_per_second", "tokens_per_second", "peak_memory_gib")
+        return {**line, **{name: self.numbers[name] for name in names}}
 
 
 class PruningFile(TrainerCallback):

@@ -118,7 +118,7 @@ def _train(args: Any) -> dict[str, Any]:
         "eval_before": evaluations[0] if evaluations else None,
         "eval_after": evaluations[-1] if evaluations else None,
         "pairs_per_second": trained.metrics["train_samples_per_second"],
-        "peak_memory_gib": trainer.step_numbers.get("peak_memory_gib"),
+        "peak_memory_gib": trainer.step_log.numbers.get("peak_memory_gib"),
         "seconds": round(time.perf_counter() - start, 1),
     }
 

@@ -51,9 +51,9 @@ class Forward(Protocol):
     """One pack's token log-probabilities, with gradient unless gradients are switched off."""
 
     def __call__(
-        self, layout: PackLayout, *, with_statistics: bool = False, with_norms: bool = False
+        self, layout: PackLayout, *, is_last: bool, with_statistics: bool, with_norms: bool
     ) -> TokenLogprobs:
-        """Runs the model on a pack."""
+        """Runs the model on a pack; ``is_last``: no pack with gradients comes after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,14 +182,15 @@ class _Step:
         present = np.flatnonzero(self.executed.pair_weights_P).tolist()
         packs = self._plan(present, self.executed.lengths_P2, self.options.max_tokens)
         for number, positions in enumerate(packs, start=1):
+            is_last = number == len(packs)
             if not positions:
-                self._train_nothing(is_last=number == len(packs))
+                self._train_nothing(is_last=is_last)
                 continue
             layout = self._layout(positions, self.executed.lengths_P2)
             if self.recompute is not None:
                 self.recompute.begin()
             # 3. score: log-probabilities, log-ratios, loss, each token's weight in the gradient
-            scored = self._score(positions, layout)
+            scored = self._score(positions, layout, is_last=is_last)
             if self.backward is None:
                 continue
             # 4. draw what is kept of this pack
@@ -204,7 +205,7 @@ class _Step:
             if self.recompute is not None:
                 self.recompute.keep(select_rows(layout, lengths_P2.tolist()))
             # 5. train: the backward of what is kept; gradients of all packs add up
-            self._train(scored.logprobs_R, weights_R, is_last=number == len(packs))
+            self._train(scored.logprobs_R, weights_R, is_last=is_last)
             self._count(scored.executed.prompt_lengths_P, lengths_P2, weights_R)
 
     def score_then_train(self) -> None:
@@ -222,9 +223,9 @@ class _Step:
             for positions in packs:
                 if positions:
                     layout = self._layout(positions, self.executed.lengths_P2)
-                    parts.append(self._score(positions, layout))
+                    parts.append(self._score(positions, layout, is_last=False))
                 else:
-                    self._run_nothing()
+                    self._run_nothing(is_last=False)
         scored = self._joined(parts, present)
         # 4. draw what is kept of the whole step
         importance_P2 = response_norms(scored.weights_R, scored.norms_R, scored.executed)
@@ -240,13 +241,14 @@ class _Step:
         kept = np.flatnonzero(kept_P2.sum(axis=1)).tolist()
         packs = self._plan(kept, kept_P2, self.options.max_tokens)
         for number, positions in enumerate(packs, start=1):
+            is_last = number == len(packs)
             if not positions:
-                self._train_nothing(is_last=number == len(packs))
+                self._train_nothing(is_last=is_last)
                 continue
-            logprobs_R = self._run(self._layout(positions, kept_P2)).logprobs_R
+            logprobs_R = self._run(self._layout(positions, kept_P2), is_last=is_last).logprobs_R
             index = torch.from_numpy(np.concatenate([tokens[p] for p in positions]))
             kept_weights_R = weights_R[index.to(weights_R.device)]
-            self._train(logprobs_R, kept_weights_R, is_last=number == len(packs))
+            self._train(logprobs_R, kept_weights_R, is_last=is_last)
             prompts_P = self.executed.prompt_lengths_P[list(positions)]
             self._count(prompts_P, kept_P2[list(positions)], kept_weights_R)
 
@@ -276,36 +278,41 @@ class _Step:
             )
         return build_layout(prefixes)
 
-    def _run(self, layout: PackLayout, *, with_statistics: bool = False) -> TokenLogprobs:
+    def _run(
+        self, layout: PackLayout, *, is_last: bool, with_statistics: bool = False
+    ) -> TokenLogprobs:
         self.record.counts.forward_tokens += layout.num_tokens
         self.record.counts.forward_positions += len(layout.target_ids_R)
         return self.forward(
-            layout, with_statistics=with_statistics, with_norms=self.draw is not None
+            layout,
+            is_last=is_last,
+            with_statistics=with_statistics,
+            with_norms=self.draw is not None,
         )
 
-    def _run_nothing(self) -> Tensor:
+    def _run_nothing(self, *, is_last: bool) -> Tensor:
         """One token: sharded modules need the same collectives from every rank."""
         pair = self.pairs[0]
         layout = build_layout([(pair.prompt_ids[:1], pair.chosen_ids[:1], pair.rejected_ids[:0])])
-        statistics = self.options.with_statistics
-        logprobs_R = self.forward(
-            layout, with_statistics=statistics, with_norms=self.draw is not None
-        ).logprobs_R
-        return logprobs_R
+        output = self.forward(
+            layout, is_last=is_last, with_statistics=False, with_norms=self.draw is not None
+        )
+        return output.logprobs_R
 
     def _train_nothing(self, *, is_last: bool) -> None:
         """A backward of one token with weight 0: gradients are there, and are 0."""
         if self.recompute is not None:
             self.recompute.begin()
-        logprobs_R = self._run_nothing()
+        logprobs_R = self._run_nothing(is_last=is_last)
         if self.recompute is not None:
             self.recompute.keep(None)
         if self.backward is not None:
             self._train(logprobs_R, torch.zeros_like(logprobs_R), is_last=is_last)
 
-    def _score(self, positions: tuple[int, ...], layout: PackLayout) -> _Scored:
+    def _score(self, positions: tuple[int, ...], layout: PackLayout, *, is_last: bool) -> _Scored:
         executed = self.executed.of(positions)
-        output = self._run(layout, with_statistics=self.options.with_statistics)
+        statistics = self.options.with_statistics
+        output = self._run(layout, is_last=is_last, with_statistics=statistics)
         logprobs_R = output.logprobs_R.detach()
         log_ratios_R = logprobs_R
         if self.reference is not None:

@@ -26,6 +26,7 @@ from sdpo_scale.callbacks import (
     MetricsFile,
     ProgressBar,
     PruningFile,
+    StepLog,
     new_progress,
     peak_memory_bytes,
     show_progress,
@@ -38,12 +39,13 @@ from sdpo_scale.data.pairs import Pair, PairDataset
 from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs, score_pairs
 from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
-from sdpo_scale.metrics import MetricSums, StepCounts
+from sdpo_scale.metrics import MetricSums
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
 from sdpo_scale.modeling.loading import matmul_parameters, model_fingerprint, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
-from sdpo_scale.record import StepResult
+from sdpo_scale.record import Ranks, StepResult
+from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
 
 __all__ = ["SDPOTrainer"]
@@ -118,12 +120,11 @@ class SDPOTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.step_numbers: dict[str, float] = {}
         self.remove_callback(PrinterCallback)
         self.add_callback(MetricsFile(args.output_path / "metrics.jsonl"))
-        self.add_callback(ProgressBar(lambda: self.step_numbers))
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
+        self._sharding = Sharding(self.accelerator)
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(
@@ -136,17 +137,20 @@ class SDPOTrainer(Trainer):
             hidden_size=self.model.config.hidden_size,
             device=args.device,
         )
+        self.step_log = StepLog(
+            beta=args.beta,
+            num_parameters=matmul_parameters(self.model),
+            recomputes=self._options.recomputes,
+            is_pruned=self._pruning.is_active,
+        )
+        self.add_callback(ProgressBar(lambda: self.step_log.numbers))
         self._history = PruningHistory()
         self._pruning_file = PruningFile(self._history)
         if self._pruning.is_active:
             self.add_callback(self._pruning_file)
             logger.info("pruning: %s (%s)", args.pruning, execution)
         self._recompute = PrunedRecompute.bind(self.model) if execution == "checkpoint" else None
-        self._num_parameters = matmul_parameters(self.model)
         self._references: dict[int, ReferenceLogprobs] = {}
-        self._unlogged: tuple[MetricSums, StepCounts] | None = None
-        self._num_flops = 0
-        self._num_logged, self._num_clipped = 0, 0
         self._is_rehearsed = False
 
     def score(self) -> dict[str, int]:
@@ -251,7 +255,7 @@ class SDPOTrainer(Trainer):
             self._rehearse(model)
         start = time.perf_counter()
         result = self._run(
-            model, inputs, is_training=True, with_statistics=self._will_log(), draw=self._draw()
+            model, inputs, weight=1.0, with_statistics=self._will_log(), draw=self._draw()
         )
         if result.observations is not None:
             self._history.observe(result.observations)
@@ -277,7 +281,7 @@ class SDPOTrainer(Trainer):
         with new_progress("evaluation") as progress, torch.no_grad():
             task = progress.add_task("", total=len(dataloader))
             for batch in dataloader:
-                result = self._run(model, batch, is_training=False, with_statistics=True)
+                result = self._run(model, batch, weight=None, with_statistics=True)
                 sums = result.metrics if sums is None else sums + result.metrics
                 progress.advance(task)
         model.train(was_training)
@@ -293,25 +297,14 @@ class SDPOTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of the steps since the last call to a training line."""
-        if "loss" in logs and self._unlogged is not None:
-            metrics, counts = self._unlogged
-            logs.update(metrics.means(beta=self.args.beta))
-            if self._pruning.is_active:
-                recomputes = self._options.recomputes
-                logs.update(counts.means(**self._num_parameters, recomputes=recomputes))
-            if "grad_norm" in logs:
-                self._num_logged += 1
-                self._num_clipped += logs["grad_norm"] > self.args.max_grad_norm > 0
-                logs["clipped_fraction"] = self._num_clipped / self._num_logged
+        if "loss" in logs and self.step_log.has_steps:
+            logs.update(self.step_log.line(logs.get("grad_norm"), self.args.max_grad_norm))
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            for name in ("pairs_per_second", "tokens_per_second", "peak_memory_gib"):
-                logs[name] = self.step_numbers[name]
-            self._unlogged = None
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """FLOPs of the latest step, of what was executed."""
-        return self._num_flops
+        return self.step_log.num_flops
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes README.md in the output folder: what was trained, on what, with which options.
@@ -340,28 +333,35 @@ class SDPOTrainer(Trainer):
         model: nn.Module,
         inputs: StepPairs,
         *,
-        is_training: bool,
+        weight: float | None,
         with_statistics: bool,
         draw: StepDraw | None = None,
+        ranks: Ranks | None = None,
     ) -> StepResult:
+        """A step whose gradient is multiplied by ``weight``; None evaluates only."""
         pairs, reference = inputs
         return run_step(
             pairs,
             reference,
             options=replace(self._options, with_statistics=with_statistics),
             forward=partial(self._forward, model),
-            backward=(lambda loss, _is_last: self.accelerator.backward(loss))
-            if is_training
-            else None,
+            backward=partial(self._backward, model, weight) if weight is not None else None,
             draw=draw,
-            recompute=self._recompute if is_training else None,
+            recompute=self._recompute if weight is not None else None,
+            ranks=self._sharding.ranks if ranks is None else ranks,
         )
 
-    def _forward(self, model: nn.Module, layout: PackLayout, **options: bool) -> TokenLogprobs:
+    def _forward(
+        self, model: nn.Module, layout: PackLayout, *, is_last: bool = False, **options: bool
+    ) -> TokenLogprobs:
         # evaluation and scoring may come before Accelerate has wrapped the model's forward in
         # autocast
-        with self.accelerator.autocast():
+        with self._sharding.micro_batch(model, is_last=is_last), self.accelerator.autocast():
             return model(pack=layout, **options)
+
+    def _backward(self, model: nn.Module, weight: float, loss: Tensor, is_last: bool) -> None:
+        with self._sharding.micro_batch(model, is_last=is_last):
+            self._sharding.backward(loss * weight)
 
     def _logprobs(self, layout: PackLayout) -> Tensor:
         return self._forward(self.model, layout).logprobs_R
@@ -394,7 +394,8 @@ class SDPOTrainer(Trainer):
         )
         indices = used[list(longest)].tolist()
         inputs = self._scored(dataset).step(indices)
-        result = self._run(model, inputs, is_training=True, with_statistics=True)
+        # with weight 0, since not every backend can take gradients back; on each rank the same
+        result = self._run(model, inputs, weight=0.0, with_statistics=True, ranks=Ranks())
         model.zero_grad()
         self._is_rehearsed = True
         logger.info(
@@ -405,22 +406,10 @@ class SDPOTrainer(Trainer):
         )
 
     def _account(self, pairs: Sequence[Pair], result: StepResult, *, seconds: float) -> None:
-        metrics, counts = result.metrics, result.counts
-        if self._unlogged is None:
-            self._unlogged = metrics, counts
-        else:
-            self._unlogged = self._unlogged[0] + metrics, self._unlogged[1] + counts
+        self.step_log.add(result, device=self.args.device, seconds=seconds)
         self.state.num_input_tokens_seen += sum(
             2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs
         )
-        self._num_flops = counts.flops(**self._num_parameters)
-        self.step_numbers = {
-            "loss": metrics.loss,
-            **metrics.means(beta=self.args.beta),
-            "pairs_per_second": len(pairs) / seconds,
-            "tokens_per_second": counts.executed_tokens / seconds,
-            "peak_memory_gib": peak_memory_bytes(self.args.device) / 2**30,
-        }
 
     def _draw(self) -> StepDraw | None:
         if not self._pruning.is_active:

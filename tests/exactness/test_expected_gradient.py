@@ -69,7 +69,7 @@ class Rig:
             PAIRS[:count],
             self.reference[:count],
             options=self.options,
-            forward=lambda layout, **kwargs: self.model(pack=layout, **kwargs),
+            forward=lambda layout, is_last, **kwargs: self.model(pack=layout, **kwargs),
             backward=lambda loss, _is_last: loss.backward(),
             draw=draw,
             recompute=self.recompute if execution == "checkpoint" else None,

@@ -40,7 +40,7 @@ def step(model, pairs, reference, **kwargs):
         pairs,
         reference,
         options=options(**kwargs),
-        forward=lambda layout, **kwargs: model(pack=layout, **kwargs),
+        forward=lambda layout, is_last, **kwargs: model(pack=layout, **kwargs),
         backward=lambda loss, _is_last: loss.backward(),
     )
     return result, gradients(model)

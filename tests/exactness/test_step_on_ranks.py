@@ -77,7 +77,7 @@ def step(ranks: Ranks, reference, draw=None, pairs=PAIRS, max_tokens=110):
             max_tokens=max_tokens,
             with_statistics=True,
         ),
-        forward=lambda layout, **kwargs: model(pack=layout, **kwargs),
+        forward=lambda layout, is_last, **kwargs: model(pack=layout, **kwargs),
         backward=lambda loss, _is_last: loss.backward(),
         draw=draw,
         recompute=recompute,

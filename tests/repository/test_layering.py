@@ -22,9 +22,10 @@ FLOORS = (
      "modeling.activation_checkpointing"),
     # 3: the outside world
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
-     "modeling.loading", "data.reference", "data.loader", "sharding", "metrics"),
+     "modeling.loading", "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("config", "card", "inputs", "weighting", "record", "step", "checks", "callbacks", "trainer"),
+    ("config", "card", "inputs", "weighting", "record", "sharding", "step", "checks", "callbacks",
+     "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
 )

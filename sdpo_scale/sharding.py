@@ -1,0 +1,64 @@
+"""Everything that differs between one process, DDP, FSDP2 and ZeRO.
+
+All of them average gradients over ranks, while a step's packs add up: losses are multiplied by the
+number of ranks. What else differs:
+
+    DDP      gradients are reduced in the last micro-batch of a step; forward and backward of the
+             others run in ``no_sync``
+    FSDP2    every micro-batch's gradients are reduce-scattered into shards and add up there: those
+             of all layers at once, unsharded, do not fit where sharding is needed
+    ZeRO     the engine is told whether a micro-batch is the step's last; it updates parameters
+             within the backward of that one
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from sdpo_scale.record import Ranks
+
+__all__ = ["Sharding"]
+
+_DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+
+class Sharding:
+    """The ranks of a run and how a step's gradients meet."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Takes the accelerator that knows backend and ranks."""
+        self._accelerator = accelerator
+        self.ranks = Ranks(
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            sum=_sum_over_ranks if accelerator.num_processes > 1 else _unchanged,
+        )
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
+        """The context of one micro-batch's forward and backward."""
+        self._accelerator.gradient_state._set_sync_gradients(is_last)
+        if not is_last and self._accelerator.distributed_type in _DDP:
+            return self._accelerator.no_sync(model)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a loss that is a part of the step's sum."""
+        self._accelerator.backward(loss * self.ranks.world_size)
+
+    def wait(self) -> None:
+        """Returns when every rank has come here."""
+        self._accelerator.wait_for_everyone()
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _sum_over_ranks(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
