@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import resource
 import sys
 import time
@@ -43,8 +44,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CONSOLE = Console(stderr=True)
-"""Progress and log lines share one console, so that they do not overwrite each other."""
+CONSOLE = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
+"""Progress and log lines share one console, so that they do not overwrite each other; of several
+ranks the first one speaks."""
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; what was saved before is complete", file=sys.stderr)
         return 130
+    if os.environ.get("RANK", "0") != "0":
+        return 0
     if options.json:
         print(json.dumps(result))
     else:
@@ -69,7 +72,8 @@ def _start_logging() -> None:
     from sdpo_scale.callbacks import CONSOLE
 
     logger = logging.getLogger("sdpo_scale")
-    logger.setLevel(logging.INFO)
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    logger.setLevel(logging.INFO if is_first_rank else logging.ERROR)
     if logger.handlers:
         return
     if CONSOLE.is_terminal:  # above the bars; elsewhere lines stay whole, for tools to read
@@ -89,9 +93,17 @@ def _trainer(args: Any) -> Any:
     return SDPOTrainer(args=args)
 
 
+def _end(trainer: Any) -> None:
+    """Leaves together: a rank that exits early would break the connections of the others."""
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
 def _score(args: Any) -> dict[str, Any]:
     start = time.perf_counter()
-    counts = _trainer(args).score()
+    trainer = _trainer(args)
+    counts = trainer.score()
+    _end(trainer)
     return {**counts, "seconds": round(time.perf_counter() - start, 1)}
 
 
@@ -111,6 +123,7 @@ def _train(args: Any) -> dict[str, Any]:
     trainer.save_model()
     trainer.save_state()
     trainer.create_model_card()
+    _end(trainer)
     return {
         "output_dir": str(Path(args.output_dir).resolve()),
         "steps": trained.global_step,

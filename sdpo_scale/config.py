@@ -174,10 +174,15 @@ class SDPOConfig(TrainingArguments):
             self.report_to = ["tensorboard"] if has_tensorboard else []
         self.disable_tqdm = True  # the run shows its own progress
         super().__post_init__()
-        if self.world_size > 1 or self.n_gpu > 1:
+        if self.ddp_find_unused_parameters is None:
+            # every parameter takes part in every micro-batch, and layers that are recomputed are
+            # not in the graph that the search would walk
+            self.ddp_find_unused_parameters = False
+        if self.n_gpu > 1:
             raise ValueError(
-                f"{max(self.world_size, self.n_gpu)} devices are visible, but training on several "
-                "is not supported yet: launch one process, with CUDA_VISIBLE_DEVICES set to one GPU"
+                f"{self.n_gpu} GPUs are visible to one process: start one process for each "
+                f"(torchrun --nproc-per-node {self.n_gpu} -m sdpo_scale ...), or set "
+                "CUDA_VISIBLE_DEVICES to one of them"
             )
 
     @property

@@ -87,7 +87,10 @@ def prepare_inputs(
             chat_template=args.chat_template,
             **_hub_options(init_kwargs if args.tokenizer is None else {}),
         )
-    datasets, reports = _prepare_datasets(args, tokenizer, train_dataset, eval_dataset)
+    with args.main_process_first(local=False, desc="tokenization"):  # the others find it cached
+        datasets, reports = _prepare_datasets(args, tokenizer, train_dataset, eval_dataset)
+    if args.process_index == 0:
+        _list_skipped_rows(args.output_path, reports)
     for part, report in reports.items():
         _check_against_model(report, config, args=args, part=part)
     if isinstance(model, str):
@@ -150,7 +153,6 @@ def _prepare_datasets(
         )
         for line in reports[part].describe():
             logger.info("%s data: %s", part, line)
-    _list_skipped_rows(args.output_path, reports)
     return datasets, reports
 
 

@@ -60,8 +60,8 @@ class SDPOTrainer(Trainer):
     optimizer step, and micro-batches are made inside :meth:`training_step`. Overridden hooks of
     ``Trainer``:
 
-    * ``get_train_dataloader``, ``get_eval_dataloader``: batches are lists of pairs, not padded
-      tensors.
+    * ``get_train_dataloader``, ``get_eval_dataloader``, ``get_total_train_batch_size``: batches are
+      lists of all pairs of a step, the same on every rank, not padded tensors.
     * ``train``: fills the reference cache and runs the checks before the first step.
     * ``training_step``: one whole optimizer step, by ``step.run_step``.
     * ``evaluation_loop``: metrics are sums over pairs, so batches of any size weigh alike.
@@ -179,16 +179,21 @@ class SDPOTrainer(Trainer):
         self.model.eval()
         for part, (dataset, indices) in used.items():
             known = len(cache)
+            self._sharding.wait()  # all ranks see the same pairs missing, and score a share each
             with new_progress(f"scoring {part} pairs") as progress:
                 task = progress.add_task("", total=None)
-                references[id(dataset)] = score_pairs(
+                score_pairs(
                     dataset,
                     cache,
                     forward=self._logprobs,
                     max_tokens=self.args.max_tokens,
                     indices=indices,
+                    share=slice(self._sharding.ranks.rank, None, self._sharding.ranks.world_size),
                     on_progress=partial(show_progress, progress, task),
                 )
+            self._sharding.wait()
+            cache.refresh()
+            references[id(dataset)] = ReferenceLogprobs(cache, cache.rows(dataset.content_hashes))
             counts["scored"] += len(cache) - known
         self.model.train(was_training)
         self._references = references
@@ -229,6 +234,10 @@ class SDPOTrainer(Trainer):
         return self._loader(
             dataset, StepBatches(len(dataset), batch_size=self.args.train_batch_size, seed=None)
         )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Pairs of an optimizer step over all ranks."""
+        return self.args.train_batch_size
 
     def training_step(
         self,
@@ -314,6 +323,8 @@ class SDPOTrainer(Trainer):
             kwargs: of ``Trainer.create_model_card``, ``model_name`` (title), ``dataset`` and
                 ``tags``.
         """
+        if not self.is_world_process_zero():
+            return
         folder = self.args.output_path
         tags = kwargs.get("tags") or []
         card = model_card(

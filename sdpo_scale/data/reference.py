@@ -97,8 +97,7 @@ class ReferenceCache:
         Args:
             root: the folder that holds the caches of all keys.
             parts: name → contents digest or value of everything the log-probabilities depend on
-                besides
-                a pair's own tokens.
+                besides a pair's own tokens.
         """
         text = json.dumps(dict(sorted(parts.items())))
         self.key = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -109,12 +108,19 @@ class ReferenceCache:
         _write_aside(self.folder / "manifest.json", text.encode())
         self._table = _SCHEMA.empty_table()
         self._row_of_hash: dict[bytes, int] = {}
+        self._shards: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Adds what has been written since the cache was opened, by other ranks say."""
         for path in sorted(self.folder.glob("shard-*.arrow")):
+            if path.name in self._shards:
+                continue
             if path.name == _shard_name(path.read_bytes()):
                 self._add(path)
             else:
                 logger.warning("reference cache: %s is damaged; its pairs are scored anew", path)
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def __len__(self) -> int:
         """Number of pairs in the cache."""
@@ -146,6 +152,7 @@ class ReferenceCache:
         self._add(path)
 
     def _add(self, path: Path) -> None:
+        self._shards.add(path.name)
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         first = len(self._table)
         self._table = pa.concat_tables([self._table, table])
@@ -160,6 +167,7 @@ def score_pairs(
     forward: Callable[[PackLayout], Tensor],
     max_tokens: int,
     indices: NDArray[np.int64] | None = None,
+    share: slice = slice(None),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ReferenceLogprobs:
     """Fills the cache with the pairs of a data set that it lacks.
@@ -173,6 +181,8 @@ def score_pairs(
         forward: layout → float [R] log-probabilities of its response tokens.
         max_tokens: the most tokens of one pack.
         indices: the pairs to score, where a run uses fewer than there are; all if None.
+        share: which of the pairs that are missing are scored here; other ranks score the others,
+            and ``ReferenceCache.refresh`` finds them.
         on_progress: called with (pairs scored, pairs to score) after each pack.
 
     Returns:
@@ -191,6 +201,7 @@ def score_pairs(
         len(wanted),
         len(missing),
     )
+    missing = missing[share]
     done = 0
     for start in range(0, len(missing), _PAIRS_PER_SHARD):
         window = missing[start : start + _PAIRS_PER_SHARD]

@@ -101,9 +101,9 @@ def test_each_contradiction_is_refused_by_name(options, message, tmp_path):
         config(tmp_path, **options)
 
 
-def test_several_devices_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(SDPOConfig, "world_size", property(lambda self: 4))
-    with pytest.raises(ValueError, match="4 devices are visible"):
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(SDPOConfig, "n_gpu", property(lambda self: 4))
+    with pytest.raises(ValueError, match=r"4 GPUs are visible to one process.*torchrun"):
         config(tmp_path)
 
 

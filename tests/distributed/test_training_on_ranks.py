@@ -1,0 +1,117 @@
+"""Runs on two ranks, started by torchrun, against the same run in one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from sdpo_scale import SDPOTrainer
+from tests.helpers.gradients import relative_error
+from tests.helpers.runs import (
+    config,
+    options,
+    read_lines,
+    save_model,
+    steps_of,
+    text_rows,
+    write_rows,
+)
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = ("ddp", "fsdp2")
+BUDGET = {"pruning": "exact-budget", "keep_fraction": 0.6}
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "prefix": {"pruning_kwargs": {"prefix": "uniform_floor"}},
+    "branch_two_pass": {**BUDGET, "pruning_kwargs": {"branch_execution": "two_pass"}},
+    "branch_checkpoint": {**BUDGET, "activation_checkpointing": True},
+    "position": {"pruning_kwargs": {"position_fraction": 0.5}},
+    "all": {"pruning": "fastest", "activation_checkpointing": True},
+}
+# enough for packs of unequal size, a rank without a pair in the last step, and two epochs
+RUN = {"num_train_epochs": 2, "train_batch_size": 5, "max_tokens": 130, "optim": "adamw_torch"}
+TOLERANCE = 1e-4
+"""Relative, float32 over 6 steps of Adam, whose step hardly depends on the gradient's size: sums in
+another order, enlarged where a gradient is near 0."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    save_model(folder / "model")
+    write_rows(folder / "train.jsonl", text_rows(11))
+    write_rows(folder / "eval.jsonl", text_rows(3, seed=1))
+    return folder
+
+
+def run_on_ranks(backend: str, path: Path, *, num_ranks: int = 2) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), "tests/helpers/train_on_ranks.py"]
+    done = subprocess.run(
+        [*command, backend, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def test_torchrun_starts_the_command(files: Path, tmp_path: Path):
+    changes = {"model": str(files / "model"), "train_dataset": str(files / "train.jsonl"), **RUN}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(options(tmp_path, **changes, max_steps=2)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "sdpo_scale", "train", str(path), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    assert json.loads(line)["steps"] == 2
+    assert done.stderr.count("step 2/2") == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_train_as_one_process_does(mode: str, backend: str, files: Path, tmp_path: Path):
+    inputs = {name: str(files / f"{name}.jsonl") for name in ("train", "eval")}
+    changes = {
+        "model": str(files / "model"),
+        "train_dataset": inputs["train"],
+        "eval_dataset": inputs["eval"],
+        **RUN,
+        **MODES[mode],
+    }
+    alone = SDPOTrainer(args=config(tmp_path / "alone", **changes))
+    alone.train()
+    expected = steps_of(read_lines(tmp_path / "alone" / "output" / "metrics.jsonl"))
+
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(options(tmp_path / "ranks", **changes)))
+    run_on_ranks(backend, path)
+    output = tmp_path / "ranks" / "output"
+    lines = read_lines(output / "metrics.jsonl")
+    found = steps_of(lines)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "learning_rate"):
+        values = [line[name] for line in found]
+        assert values == pytest.approx([line[name] for line in expected], rel=1e-3, abs=1e-5), name
+    saved = load_file(output / "model.safetensors")
+    weights = {n: w.clone() for n, w in alone.model.state_dict().items() if n in saved}
+    assert saved.keys() == weights.keys()
+    assert all(tensor.numel() > 0 for tensor in saved.values())
+    assert relative_error(saved, weights) < TOLERANCE
+    before = load_file(files / "model" / "model.safetensors")
+    assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])

@@ -1,0 +1,76 @@
+"""Trains from a config file on this rank: what torchrun starts in the tests.
+
+    torchrun --nproc-per-node 2 tests/helpers/train_on_ranks.py BACKEND CONFIG.yaml
+
+On GPUs `sdpo-scale train` under the same launcher does all this by itself. On CPUs accelerate takes
+FSDP2 and ZeRO only after what is done here: without it, runs are silently replicated.
+"""
+
+import logging
+import os
+import sys
+from typing import Any
+
+_FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+def main() -> None:
+    backend, path = sys.argv[1:3]
+    if backend == "fsdp2":
+        os.environ.update(_FSDP2)
+    changes: list[str] = []
+    if backend.startswith("zero"):
+        changes = _prepare_deepspeed()
+    from sdpo_scale.config import read_config
+    from sdpo_scale.trainer import SDPOTrainer
+
+    logging.getLogger("sdpo_scale").setLevel(logging.INFO)
+    args = read_config(path, changes)
+    if backend == "fsdp2":
+        from accelerate.utils import DistributedType
+
+        _ = args.device
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    trainer = SDPOTrainer(args=args)
+    trainer.train()
+    _check_backend(backend, trainer)
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+def _prepare_deepspeed() -> list[str]:
+    import deepspeed
+    from accelerate import PartialState
+
+    # its shared-memory collectives are compiled at first use; gloo does without
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    return ["--accelerator_config", "{use_configured_state: true}", "--use_cpu", "false"]
+
+
+def _check_backend(backend: str, trainer: Any) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    parameter = next(trainer.model_wrapped.parameters())
+    found = {
+        "ddp": isinstance(trainer.model_wrapped, DistributedDataParallel),
+        "fsdp2": isinstance(parameter, DTensor),
+        "zero2": hasattr(trainer.model_wrapped, "zero_optimization_stage"),
+        "zero3": hasattr(parameter, "ds_id"),
+    }
+    assert found[backend], f"this is not {backend}"
+
+
+if __name__ == "__main__":
+    main()
