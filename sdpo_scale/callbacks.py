@@ -178,9 +178,9 @@ class PruningFile(TrainerCallback):
 
     NAME = "pruning_history.npz"
 
-    def __init__(self, history: PruningHistory) -> None:
-        """Takes the history, which training goes on changing."""
-        self._history = history
+    def __init__(self) -> None:
+        """Starts with an empty history, which training goes on changing."""
+        self.history = PruningHistory()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -191,7 +191,7 @@ class PruningFile(TrainerCallback):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         aside = folder / f".{self.NAME}"
         with aside.open("wb") as file:
-            arrays: dict[str, Any] = self._history.state_dict()
+            arrays: dict[str, Any] = self.history.state_dict()
             np.savez(file, **arrays)
         aside.replace(folder / self.NAME)
 
@@ -206,7 +206,7 @@ class PruningFile(TrainerCallback):
         path = Path(str(folder)) / self.NAME
         if path.is_file():
             with np.load(path) as arrays:
-                self._history.load_state_dict(arrays)
+                self.history.load_state_dict(arrays)
         else:
             logger.warning(
                 "%s is not there: pruning draws will differ from those of the run that was saved, "

@@ -49,6 +49,21 @@ class Sharding:
         """Adds the gradient of a loss that is a part of the step's sum."""
         self._accelerator.backward(loss * self.ranks.world_size)
 
+    def before_first_step(self, optimizer: Any, global_step: int) -> None:
+        """Undoes the step that DeepSpeed takes on gradients of 0 to allocate optimizer state.
+
+        Adam counts it, and the bias correction of its first real update would be that of the
+        second: with β = (0.9, 0.999) the update would have 0.74 of its size (DeepSpeed 0.19,
+        ``initialize_optimizer_states``). Moments are still 0, so only the count is wrong.
+        """
+        if global_step > 0 or self._accelerator.distributed_type != DistributedType.DEEPSPEED:
+            return
+        while hasattr(optimizer, "optimizer"):  # Accelerate's wrapper, the engine's, torch's
+            optimizer = optimizer.optimizer
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+
     def wait(self) -> None:
         """Returns when every rank has come here."""
         self._accelerator.wait_for_everyone()

@@ -37,7 +37,7 @@ from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
 from sdpo_scale.data.pairs import Pair, PairDataset
 from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs, score_pairs
-from sdpo_scale.draws import PruningHistory, StepDraw
+from sdpo_scale.draws import StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.metrics import MetricSums
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
@@ -144,8 +144,7 @@ class SDPOTrainer(Trainer):
             is_pruned=self._pruning.is_active,
         )
         self.add_callback(ProgressBar(lambda: self.step_log.numbers))
-        self._history = PruningHistory()
-        self._pruning_file = PruningFile(self._history)
+        self._pruning_file = PruningFile()
         if self._pruning.is_active:
             self.add_callback(self._pruning_file)
             logger.info("pruning: %s (%s)", args.pruning, execution)
@@ -267,7 +266,7 @@ class SDPOTrainer(Trainer):
             model, inputs, weight=1.0, with_statistics=self._will_log(), draw=self._draw()
         )
         if result.observations is not None:
-            self._history.observe(result.observations)
+            self._pruning_file.history.observe(result.observations)
         if is_first_update and not self.args.reference_free:
             check_first_step(result.metrics, options=self._options, dtype=self._dtype)
         self._account(inputs[0], result, seconds=time.perf_counter() - start)
@@ -405,9 +404,10 @@ class SDPOTrainer(Trainer):
         )
         indices = used[list(longest)].tolist()
         inputs = self._scored(dataset).step(indices)
-        # with weight 0, since not every backend can take gradients back; on each rank the same
+        # weight 0, since not every backend can take gradients back; on each rank the same
         result = self._run(model, inputs, weight=0.0, with_statistics=True, ranks=Ranks())
         model.zero_grad()
+        self._sharding.before_first_step(self.optimizer, self.state.global_step)
         self._is_rehearsed = True
         logger.info(
             "check: longest pack rehearsed: %d pairs, %d tokens, peak memory %.2f GiB",
@@ -427,7 +427,7 @@ class SDPOTrainer(Trainer):
             return None
         return StepDraw(
             options=self._pruning,
-            history=self._history,
+            history=self._pruning_file.history,
             seed=self.args.seed,
             step=self.state.global_step,
         )

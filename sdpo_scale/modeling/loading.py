@@ -6,6 +6,8 @@ option or row is named before anything expensive starts.
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import deepspeed as deepspeed_state
 
 from sdpo_scale import demo
 from sdpo_scale.modeling.attention import select_backend
@@ -117,7 +120,24 @@ def load_model(name: str, **kwargs: Any) -> PreTrainedModel:
     autocast's job.
     """
     kwargs.setdefault("dtype", torch.float32)
-    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    with _whole_parameters():
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+@contextmanager
+def _whole_parameters() -> Iterator[None]:
+    """Loads whole parameters under ZeRO-3 too, which would partition them while they are read.
+
+    They are the reference, which is scored and fingerprinted before the engine exists.
+    """
+    reference: Any = deepspeed_state._hf_deepspeed_config_weak_ref
+    config = reference() if reference is not None else None
+    deepspeed_state.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if config is not None:
+            deepspeed_state.set_hf_deepspeed_config(config)
 
 
 def prepare_model(

@@ -26,7 +26,7 @@ from tests.helpers.runs import (
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
-BACKENDS = ("ddp", "fsdp2")
+BACKENDS = ("ddp", "fsdp2", "zero2", "zero3")
 BUDGET = {"pruning": "exact-budget", "keep_fraction": 0.6}
 MODES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -50,6 +50,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "train.jsonl", text_rows(11))
     write_rows(folder / "eval.jsonl", text_rows(3, seed=1))
     return folder
+
+
+def deepspeed_config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "overlap_comm": False,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
 
 
 def run_on_ranks(backend: str, path: Path, *, num_ranks: int = 2) -> None:
@@ -98,6 +115,8 @@ def test_two_ranks_train_as_one_process_does(mode: str, backend: str, files: Pat
     alone.train()
     expected = steps_of(read_lines(tmp_path / "alone" / "output" / "metrics.jsonl"))
 
+    if backend.startswith("zero"):
+        changes["deepspeed"] = deepspeed_config(int(backend[-1]))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(options(tmp_path / "ranks", **changes)))
     run_on_ranks(backend, path)
