@@ -132,7 +132,8 @@ class StepLog:
         """Takes what metrics depend on besides the steps."""
         self.numbers: dict[str, float] = {}
         self.num_flops = 0
-        self._beta, self._sizes, self._recomputes = beta, dict(num_parameters), recomputes
+        self.sizes: dict[str, Any] = {**num_parameters, "recomputes": recomputes}
+        self._beta = beta
         self._is_pruned = is_pruned
         self._steps: tuple[MetricSums, StepCounts] | None = None
         self._num_logged, self._num_clipped = 0, 0
@@ -145,7 +146,10 @@ class StepLog:
     def add(self, result: StepResult, *, device: torch.device, seconds: float) -> None:
         """Adds a step."""
         metrics, counts = result.metrics, result.counts
-        self.num_flops = counts.flops(**self._sizes)
+        self.num_flops = counts.flops(
+            body_parameters=self.sizes["body_parameters"],
+            head_parameters=self.sizes["head_parameters"],
+        )
         self.numbers = {
             "loss": metrics.loss,
             **metrics.means(beta=self._beta),
@@ -164,7 +168,7 @@ class StepLog:
         self._steps = None
         line = metrics.means(beta=self._beta)
         if self._is_pruned:
-            line.update(counts.means(**self._sizes, recomputes=self._recomputes))
+            line.update(counts.means(**self.sizes))
         if grad_norm is not None:
             self._num_logged += 1
             self._num_clipped += grad_norm > max_grad_norm > 0

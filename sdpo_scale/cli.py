@@ -2,6 +2,8 @@
 
     sdpo-scale train CONFIG [--field value ...] [--json]    train, evaluate, save
     sdpo-scale score CONFIG [--field value ...] [--json]    fill the reference cache only
+    sdpo-scale verify CONFIG [--num_draws N] [--warmup_steps N] [--field value ...] [--json]
+                                                            is the pruned gradient unbiased?
 
 CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
 """
@@ -12,7 +14,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0; 2 if something the user gave cannot be used; 130 if interrupted.
+        The exit code: 0; 1 if verify finds a bias; 2 if something the user gave cannot be used; 130
+        if interrupted.
     """
     parser = argparse.ArgumentParser(
         prog="sdpo-scale",
@@ -38,19 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, text in (
         ("train", "train, evaluate and save a model"),
         ("score", "compute the reference log-probabilities only; resumable"),
+        ("verify", "compare pruned draws of a step with its dense gradient"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or demo")
         command.add_argument("--json", action="store_true", help="print the result as JSON")
+        if name == "verify":
+            command.add_argument("--num_draws", type=int, default=100, metavar="N")
+            command.add_argument(
+                "--warmup_steps", type=int, default=4, metavar="N", help="steps taken before"
+            )
     options, fields = parser.parse_known_args(arguments)
     # imported late: --help and misspelt commands should not wait for torch
     from sdpo_scale.config import read_config
     from sdpo_scale.data.reference import NonFiniteError
 
     _start_logging()
-    run = {"train": _train, "score": _score}[options.command]
+    run: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "train": _train,
+        "score": _score,
+        "verify": partial(_verify, options),
+    }
     try:
-        result = run(read_config(options.config, fields))
+        result = run[options.command](read_config(options.config, fields))
     except (ValueError, OSError, ModuleNotFoundError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
     else:
         _show(result)
-    return 0
+    return 0 if result.get("unbiased", True) else 1
 
 
 def _start_logging() -> None:
@@ -105,6 +119,12 @@ def _score(args: Any) -> dict[str, Any]:
     counts = trainer.score()
     _end(trainer)
     return {**counts, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def _verify(options: argparse.Namespace, args: Any) -> dict[str, Any]:
+    from sdpo_scale.reporting.verify import verify
+
+    return verify(args, num_draws=options.num_draws, warmup_steps=options.warmup_steps)
 
 
 def _train(args: Any) -> dict[str, Any]:

@@ -89,13 +89,21 @@ class StepCounts:
         )
         return dense.flops(body_parameters=body_parameters, head_parameters=head_parameters)
 
+    def flops_ratio(self, *, body_parameters: int, head_parameters: int, recomputes: bool) -> float:
+        """FLOPs executed over those of the same steps without pruning, > 0."""
+        sizes = {"body_parameters": body_parameters, "head_parameters": head_parameters}
+        return max(1, self.flops(**sizes)) / self.dense_flops(**sizes, recomputes=recomputes)
+
     def means(
         self, *, body_parameters: int, head_parameters: int, recomputes: bool
     ) -> dict[str, float]:
         """The pruning metrics under their names."""
         inflation = self.second_moment / self.dense_moment if self.dense_moment > 0 else 1.0
-        sizes = {"body_parameters": body_parameters, "head_parameters": head_parameters}
-        speedup = self.dense_flops(**sizes, recomputes=recomputes) / max(1, self.flops(**sizes))
+        speedup = 1 / self.flops_ratio(
+            body_parameters=body_parameters,
+            head_parameters=head_parameters,
+            recomputes=recomputes,
+        )
         return {
             "pruning/executed_fraction": self.executed_tokens / self.dense_tokens,
             "pruning/backward_fraction": self.backward_tokens / self.dense_tokens,

@@ -64,8 +64,7 @@ class SDPOTrainer(Trainer):
       lists of all pairs of a step, the same on every rank, not padded tensors.
     * ``train``: fills the reference cache and runs the checks before the first step.
     * ``training_step``: one whole optimizer step, by ``step.run_step``.
-    * ``evaluation_loop``: metrics are sums over pairs, so batches of any size weigh alike.
-    * ``log``: adds TRL's metrics and those of pruning to the loss.
+    * ``evaluation_loop``, ``log``: TRL's metrics from sums over pairs, and those of pruning.
     * ``floating_point_ops``, ``create_model_card``: say what was executed and how.
     """
 
@@ -262,8 +261,8 @@ class SDPOTrainer(Trainer):
         if not self._is_rehearsed:
             self._rehearse(model)
         start = time.perf_counter()
-        result = self._run(
-            model, inputs, weight=1.0, with_statistics=self._will_log(), draw=self._draw()
+        result = self.run_pairs(
+            model, inputs, weight=1.0, with_statistics=self._will_log(), draw=self.step_draw()
         )
         if result.observations is not None:
             self._pruning_file.history.observe(result.observations)
@@ -289,7 +288,7 @@ class SDPOTrainer(Trainer):
         with new_progress("evaluation") as progress, torch.no_grad():
             task = progress.add_task("", total=len(dataloader))
             for batch in dataloader:
-                result = self._run(model, batch, weight=None, with_statistics=True)
+                result = self.run_pairs(model, batch, weight=None, with_statistics=True)
                 sums = result.metrics if sums is None else sums + result.metrics
                 progress.advance(task)
         model.train(was_training)
@@ -338,13 +337,13 @@ class SDPOTrainer(Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "README.md").write_text(card, "utf-8")
 
-    def _run(
+    def run_pairs(
         self,
         model: nn.Module,
         inputs: StepPairs,
         *,
         weight: float | None,
-        with_statistics: bool,
+        with_statistics: bool = False,
         draw: StepDraw | None = None,
         ranks: Ranks | None = None,
     ) -> StepResult:
@@ -405,7 +404,7 @@ class SDPOTrainer(Trainer):
         indices = used[list(longest)].tolist()
         inputs = self._scored(dataset).step(indices)
         # weight 0, since not every backend can take gradients back; on each rank the same
-        result = self._run(model, inputs, weight=0.0, with_statistics=True, ranks=Ranks())
+        result = self.run_pairs(model, inputs, weight=0.0, with_statistics=True, ranks=Ranks())
         model.zero_grad()
         self._sharding.before_first_step(self.optimizer, self.state.global_step)
         self._is_rehearsed = True
@@ -422,7 +421,8 @@ class SDPOTrainer(Trainer):
             2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs
         )
 
-    def _draw(self) -> StepDraw | None:
+    def step_draw(self) -> StepDraw | None:
+        """The chance of the step that comes next; None if nothing is pruned."""
         if not self._pruning.is_active:
             return None
         return StepDraw(

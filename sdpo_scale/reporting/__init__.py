@@ -1,0 +1,1 @@
+"""Evidence on the user's own model and data."""
