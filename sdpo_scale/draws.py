@@ -69,10 +69,8 @@ class PruningHistory:
         """
         if not self.window or options.branches != "importance":
             return np.inf
-        relative, forecast = self._relative_importance()
-        cost_N = np.concatenate([cost for _, cost in self.window])
-        step_N = np.repeat(np.arange(len(relative)), [len(step) for step in relative])
-        return options.scale(np.concatenate(relative), cost_N, step_N) / forecast
+        relative_N, cost_N, step_N, forecast = self._relative_importance()
+        return options.scale(relative_N, cost_N, step_N) / forecast
 
     def expected_kept(self, options: Pruning) -> float:
         """Share of the tokens that a backward will keep, by the latest steps; 1 if unknown."""
@@ -82,27 +80,31 @@ class PruningHistory:
             return share
         if not self.window:
             return 1.0
-        relative, forecast = self._relative_importance()
-        cost_N = np.concatenate([cost for _, cost in self.window])
+        relative_N, cost_N, _, forecast = self._relative_importance()
         scale = self.branch_scale(options) * forecast
-        kept_N = options.probabilities(np.concatenate(relative), cost_N, scale=scale)
+        kept_N = options.probabilities(relative_N, cost_N, scale=scale)
         return share * float((kept_N * cost_N).sum() / cost_N.sum())
 
-    def _relative_importance(self) -> tuple[list[Floats], float]:
-        """Importance of each step of the window over its forecast, and the next step's forecast.
+    def _relative_importance(self) -> tuple[Floats, Floats, NDArray[np.int64], float]:
+        """Importance over its step's forecast, cost, step; and the forecast of the next step.
 
         The forecast is the root mean square, in an exponential average of logarithms over the steps
-        before; the first step is its own.
+        before. The first step of the window has none and is left out, unless it is the only one.
         """
-        relative = []
+        parts = []
         forecast = 0.0
-        for importance_N, _ in self.window:
+        for importance_N, cost_N in self.window:
             size = float(np.sqrt(np.mean(importance_N**2)))
-            before = forecast or size
-            relative.append(importance_N / before if before > 0 else importance_N)
+            if forecast > 0 or len(self.window) == 1:
+                parts.append((importance_N / (forecast or size or 1.0), cost_N))
             if size > 0:
+                before = forecast or size
                 forecast = float(np.exp(np.log([before, size]) @ _FORECAST_WEIGHTS))
-        return relative, forecast or 1.0
+        if not parts:  # all steps but the last were without any importance
+            parts = [self.window[-1]]
+        step_N = np.repeat(np.arange(len(parts)), [len(importance_N) for importance_N, _ in parts])
+        relative_N, cost_N = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return relative_N, cost_N, step_N, forecast or 1.0
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """Arrays that :meth:`from_state` reads."""

@@ -132,8 +132,8 @@ def _least_scale(importance_N: Floats, cost_N: Floats, floor: float, is_enough) 
     if len(ratios) == 0:  # equal for every scale: keep all rather than guess
         return np.inf
     low, high = np.log(floor * ratios.min()), np.log(ratios.max())
-    if not is_enough(np.exp(high)):  # branches of importance 0 stay at the floor
-        return np.inf
+    if not is_enough(np.exp(high)):  # what is missing are branches that have no gradient
+        return float(np.exp(high))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(np.exp(middle)) else (middle, high)

@@ -1,0 +1,54 @@
+"""A pruned step is one estimate: how it is packed and ordered changes neither draw nor gradient."""
+
+import numpy as np
+import pytest
+import torch
+
+from sdpo_scale.draws import StepDraw
+from sdpo_scale.pruning import Pruning
+from sdpo_scale.record import Ranks
+from tests.exactness.test_step_invariance import reference_logprobs
+from tests.exactness.test_step_on_ranks import MODES, PAIRS, history_of, step
+from tests.helpers.gradients import relative_error
+from tests.helpers.tiny_models import build
+from tests.helpers.tolerances import FLOAT64_ENUMERATION
+
+PRUNED = [mode for mode, options in MODES.items() if options is not None]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return reference_logprobs(build("llama", seed=1, dtype=torch.float64), PAIRS)
+
+
+def draw_of(mode, reference, *, seed=3, number=7):
+    options = Pruning(**MODES[mode])
+    return StepDraw(options=options, history=history_of(reference), seed=seed, step=number)
+
+
+@pytest.mark.parametrize("mode", PRUNED)
+def test_max_tokens_and_order_within_the_step_change_nothing(mode, reference):
+    draw = draw_of(mode, reference)
+    expected_result, expected = step(Ranks(), reference, draw, max_tokens=1000)
+    longest = max(sum(map(len, pair.tokens)) for pair in PAIRS)
+    order = np.random.default_rng(0).permutation(len(PAIRS))
+    shuffled = [PAIRS[p] for p in order], [reference[p] for p in order]
+    runs = [
+        step(Ranks(), reference, draw, max_tokens=longest),
+        step(Ranks(), reference, draw, max_tokens=2 * longest),
+        step(Ranks(), shuffled[1], draw, pairs=shuffled[0], max_tokens=longest),
+    ]
+    for result, found in runs:
+        assert relative_error(found, expected) < FLOAT64_ENUMERATION
+        assert result.counts.backward_tokens == expected_result.counts.backward_tokens
+        assert result.counts.max_weight == pytest.approx(expected_result.counts.max_weight)
+
+
+@pytest.mark.parametrize("mode", PRUNED)
+def test_another_step_or_seed_draws_otherwise(mode, reference):
+    _, expected = step(Ranks(), reference, draw_of(mode, reference))
+    others = [
+        step(Ranks(), reference, draw_of(mode, reference, seed=seed, number=number))[1]
+        for seed, number in [(3, 8), (3, 9), (4, 7), (5, 7)]
+    ]
+    assert max(relative_error(found, expected) for found in others) > 1e-3
