@@ -100,6 +100,17 @@ def test_torchrun_starts_the_command(files: Path, tmp_path: Path):
     assert done.stderr.count("step 2/2") == 1
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_shipped_deepspeed_configurations_train(stage: int, files: Path, tmp_path: Path):
+    changes = {"model": str(files / "model"), "train_dataset": str(files / "train.jsonl"), **RUN}
+    changes["deepspeed"] = str(ROOT / "ds_configs" / f"zero{stage}.json")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(options(tmp_path, **changes, max_steps=2)))
+    run_on_ranks(f"zero{stage}", path)
+    saved = load_file(tmp_path / "output" / "model.safetensors")
+    assert all(tensor.numel() > 0 for tensor in saved.values())
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_train_as_one_process_does(mode: str, backend: str, files: Path, tmp_path: Path):
