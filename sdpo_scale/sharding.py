@@ -11,7 +11,8 @@ number of ranks. What else differs:
              within the backward of that one
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -38,12 +39,18 @@ class Sharding:
             sum=_sum_over_ranks if accelerator.num_processes > 1 else _unchanged,
         )
 
-    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[Any]:
-        """The context of one micro-batch's forward and backward."""
-        self._accelerator.gradient_state._set_sync_gradients(is_last)
-        if not is_last and self._accelerator.distributed_type in _DDP:
-            return self._accelerator.no_sync(model)
-        return nullcontext()
+    @contextmanager
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
+        """The context of one micro-batch's forward, and of its backward."""
+        is_ddp = self._accelerator.distributed_type in _DDP
+        state = self._accelerator.gradient_state
+        state._set_sync_gradients(is_last)
+        try:
+            with self._accelerator.no_sync(model) if is_ddp and not is_last else nullcontext():
+                yield
+        finally:
+            # outside of steps the optimizer is to work: its state is allocated by stepping, say
+            state._set_sync_gradients(True)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of a loss that is a part of the step's sum."""
@@ -63,6 +70,11 @@ class Sharding:
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()
+
+    def export_whole(self) -> None:
+        """From now on a saved model is whole: FSDP2's checkpoints may be sharded, an export not."""
+        if self._accelerator.distributed_type == DistributedType.FSDP:
+            self._accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
     def wait(self) -> None:
         """Returns when every rank has come here."""

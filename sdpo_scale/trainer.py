@@ -29,14 +29,13 @@ from sdpo_scale.callbacks import (
     StepLog,
     new_progress,
     peak_memory_bytes,
-    show_progress,
 )
 from sdpo_scale.card import model_card
 from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
 from sdpo_scale.data.pairs import Pair, PairDataset
-from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs, score_pairs
+from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs
 from sdpo_scale.draws import StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.metrics import MetricSums
@@ -45,6 +44,7 @@ from sdpo_scale.modeling.loading import matmul_parameters, model_fingerprint, pr
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
 from sdpo_scale.record import Ranks, StepResult
+from sdpo_scale.scoring import score_parts
 from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
 
@@ -60,11 +60,11 @@ class SDPOTrainer(Trainer):
     optimizer step, and micro-batches are made inside :meth:`training_step`. Overridden hooks of
     ``Trainer``:
 
-    * ``get_train_dataloader``, ``get_eval_dataloader``, ``get_total_train_batch_size``: batches are
-      lists of all pairs of a step, the same on every rank, not padded tensors.
+    * ``get_..._dataloader``, ``get_total_train_batch_size``: a batch is all pairs of a step.
     * ``train``: fills the reference cache and runs the checks before the first step.
     * ``training_step``: one whole optimizer step, by ``step.run_step``.
     * ``evaluation_loop``, ``log``: TRL's metrics from sums over pairs, and those of pruning.
+    * ``save_model``: the whole model, however it is sharded.
     * ``floating_point_ops``, ``create_model_card``: say what was executed and how.
     """
 
@@ -172,30 +172,18 @@ class SDPOTrainer(Trainer):
             **self.inputs.data_key,
         }
         cache = ReferenceCache(self.args.cache_path / "reference", key)
-        references: dict[int, ReferenceLogprobs] = {}
+        known = len(cache)
         was_training = self.model.training
         self.model.eval()
-        for part, (dataset, indices) in used.items():
-            known = len(cache)
-            self._sharding.wait()  # all ranks see the same pairs missing, and score a share each
-            with new_progress(f"scoring {part} pairs") as progress:
-                task = progress.add_task("", total=None)
-                score_pairs(
-                    dataset,
-                    cache,
-                    forward=self._logprobs,
-                    max_tokens=self.args.max_tokens,
-                    indices=indices,
-                    share=slice(self._sharding.ranks.rank, None, self._sharding.ranks.world_size),
-                    on_progress=partial(show_progress, progress, task),
-                )
-            self._sharding.wait()
-            cache.refresh()
-            references[id(dataset)] = ReferenceLogprobs(cache, cache.rows(dataset.content_hashes))
-            counts["scored"] += len(cache) - known
+        self._references = score_parts(
+            used,
+            cache,
+            forward=self._logprobs,
+            max_tokens=self.args.max_tokens,
+            sharding=self._sharding,
+        )
         self.model.train(was_training)
-        self._references = references
-        return counts
+        return {**counts, "scored": len(cache) - known}
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
@@ -303,14 +291,20 @@ class SDPOTrainer(Trainer):
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics of the steps since the last call to a training line."""
+        """Adds the metrics of the steps since the last call."""
         if "loss" in logs and self.step_log.has_steps:
             logs.update(self.step_log.line(logs.get("grad_norm"), self.args.max_grad_norm))
             logs["num_tokens"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the whole model in Hugging Face layout, however it is sharded."""
+        if not _internal_call:  # not a checkpoint's, which stay sharded
+            self._sharding.export_whole()
+        super().save_model(output_dir, _internal_call)
+
     def floating_point_ops(self, inputs: Any) -> int:
-        """FLOPs of the latest step, of what was executed."""
+        """FLOPs executed in the latest step."""
         return self.step_log.num_flops
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -347,13 +341,13 @@ class SDPOTrainer(Trainer):
         draw: StepDraw | None = None,
         ranks: Ranks | None = None,
     ) -> StepResult:
-        """A step whose gradient is multiplied by ``weight``; None evaluates only."""
+        """A step whose gradient is multiplied by ``weight``: 0 is no step, None evaluates only."""
         pairs, reference = inputs
         return run_step(
             pairs,
             reference,
             options=replace(self._options, with_statistics=with_statistics),
-            forward=partial(self._forward, model),
+            forward=partial(self._forward, model, updates=bool(weight)),
             backward=partial(self._backward, model, weight) if weight is not None else None,
             draw=draw,
             recompute=self._recompute if weight is not None else None,
@@ -361,15 +355,21 @@ class SDPOTrainer(Trainer):
         )
 
     def _forward(
-        self, model: nn.Module, layout: PackLayout, *, is_last: bool = False, **options: bool
+        self,
+        model: nn.Module,
+        layout: PackLayout,
+        *,
+        updates: bool = False,
+        is_last: bool = False,
+        **options: bool,
     ) -> TokenLogprobs:
-        # evaluation and scoring may come before Accelerate has wrapped the model's forward in
-        # autocast
-        with self._sharding.micro_batch(model, is_last=is_last), self.accelerator.autocast():
+        # evaluation and scoring may come before Accelerate has wrapped the forward in autocast
+        micro_batch = self._sharding.micro_batch(model, is_last=is_last and updates)
+        with micro_batch, self.accelerator.autocast():
             return model(pack=layout, **options)
 
     def _backward(self, model: nn.Module, weight: float, loss: Tensor, is_last: bool) -> None:
-        with self._sharding.micro_batch(model, is_last=is_last):
+        with self._sharding.micro_batch(model, is_last=is_last and weight > 0):
             self._sharding.backward(loss * weight)
 
     def _logprobs(self, layout: PackLayout) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,30 @@ def test_two_ranks_train_as_one_process_does(mode: str, backend: str, files: Pat
     assert relative_error(saved, weights) < TOLERANCE
     before = load_file(files / "model" / "model.safetensors")
     assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_resumed_run_on_two_ranks_equals_one_that_was_never_stopped(
+    backend: str, files: Path, tmp_path: Path
+):
+    changes = {"model": str(files / "model"), "train_dataset": str(files / "train.jsonl"), **RUN}
+    changes.update(MODES["branch_checkpoint"], save_strategy="steps", save_steps=4)
+    if backend.startswith("zero"):
+        changes["deepspeed"] = deepspeed_config(int(backend[-1]))
+    path = tmp_path / "config.yaml"
+    output = tmp_path / "output"
+    path.write_text(yaml.safe_dump(options(tmp_path, **changes)))
+    run_on_ranks(backend, path)
+    expected = steps_of(read_lines(output / "metrics.jsonl"))
+    weights = load_file(output / "model.safetensors")
+    shutil.rmtree(output / "checkpoint-6")
+
+    changes["resume_from_checkpoint"] = str(output / "checkpoint-4")
+    path.write_text(yaml.safe_dump(options(tmp_path, **changes)))
+    run_on_ranks(backend, path)
+    found = steps_of(read_lines(output / "metrics.jsonl"))
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "grad_norm", "learning_rate", "pruning/backward_fraction"):
+        values = [line[name] for line in found]
+        assert values == pytest.approx([line[name] for line in expected], rel=1e-6), name
+    assert relative_error(load_file(output / "model.safetensors"), weights) < 1e-6

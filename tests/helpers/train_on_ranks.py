@@ -18,7 +18,7 @@ _FSDP2 = {
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         _ = args.device
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
     trainer = SDPOTrainer(args=args)
-    trainer.train()
+    trainer.train(args.resume_from_checkpoint)
     _check_backend(backend, trainer)
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()

@@ -25,7 +25,7 @@ FLOORS = (
      "modeling.loading", "data.reference", "data.loader", "metrics"),
     # 4: the step
     ("config", "card", "inputs", "weighting", "record", "sharding", "step", "checks", "callbacks",
-     "trainer"),
+     "scoring", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
 )
