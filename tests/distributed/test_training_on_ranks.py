@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,11 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
-def run_on_ranks(backend: str, path: Path, *, num_ranks: int = 2) -> None:
+def run_on_ranks(backend: str, *paths: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), "tests/helpers/train_on_ranks.py"]
+    command += ["--nproc-per-node", "2", "tests/helpers/train_on_ranks.py"]
     done = subprocess.run(
-        [*command, backend, str(path)],
+        [*command, backend, *map(str, paths)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -112,35 +113,70 @@ def test_the_shipped_deepspeed_configurations_train(stage: int, files: Path, tmp
     assert all(tensor.numel() > 0 for tensor in saved.values())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_train_as_one_process_does(mode: str, backend: str, files: Path, tmp_path: Path):
-    inputs = {name: str(files / f"{name}.jsonl") for name in ("train", "eval")}
-    changes = {
+@pytest.fixture(scope="module")
+def on_ranks(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """(backend, mode) → the folder of that run on two ranks.
+
+    One launch runs all modes, except under DeepSpeed, which starts once in a process.
+    """
+    known: dict[tuple[str, str], Path] = {}
+
+    def run(backend: str, mode: str) -> Path:
+        if (backend, mode) not in known:
+            folder = tmp_path_factory.mktemp(backend)
+            paths = []
+            for name in [mode] if backend.startswith("zero") else MODES:
+                changes = changes_of(name, files)
+                if backend.startswith("zero"):
+                    changes["deepspeed"] = deepspeed_config(int(backend[-1]))
+                paths.append(folder / f"{name}.yaml")
+                paths[-1].write_text(yaml.safe_dump(options(folder / name, **changes)))
+                known[backend, name] = folder / name / "output"
+            run_on_ranks(backend, *paths)
+        return known[backend, mode]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SDPOTrainer]:
+    """Mode → its run in one process."""
+    known: dict[str, SDPOTrainer] = {}
+
+    def run(mode: str) -> SDPOTrainer:
+        if mode not in known:
+            folder = tmp_path_factory.mktemp(mode)
+            known[mode] = SDPOTrainer(args=config(folder, **changes_of(mode, files)))
+            known[mode].train()
+        return known[mode]
+
+    return run
+
+
+def changes_of(mode: str, files: Path) -> dict[str, Any]:
+    return {
         "model": str(files / "model"),
-        "train_dataset": inputs["train"],
-        "eval_dataset": inputs["eval"],
+        "train_dataset": str(files / "train.jsonl"),
+        "eval_dataset": str(files / "eval.jsonl"),
         **RUN,
         **MODES[mode],
     }
-    alone = SDPOTrainer(args=config(tmp_path / "alone", **changes))
-    alone.train()
-    expected = steps_of(read_lines(tmp_path / "alone" / "output" / "metrics.jsonl"))
 
-    if backend.startswith("zero"):
-        changes["deepspeed"] = deepspeed_config(int(backend[-1]))
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(options(tmp_path / "ranks", **changes)))
-    run_on_ranks(backend, path)
-    output = tmp_path / "ranks" / "output"
-    lines = read_lines(output / "metrics.jsonl")
-    found = steps_of(lines)
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_train_as_one_process_does(
+    mode: str, backend: str, on_ranks: Any, alone: Any, files: Path
+):
+    expected = steps_of(alone(mode).state.log_history)
+    output = on_ranks(backend, mode)
+    found = steps_of(read_lines(output / "metrics.jsonl"))
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen", "learning_rate"):
         values = [line[name] for line in found]
         assert values == pytest.approx([line[name] for line in expected], rel=1e-3, abs=1e-5), name
     saved = load_file(output / "model.safetensors")
-    weights = {n: w.clone() for n, w in alone.model.state_dict().items() if n in saved}
+    weights = {n: w.clone() for n, w in alone(mode).model.state_dict().items() if n in saved}
     assert saved.keys() == weights.keys()
     assert all(tensor.numel() > 0 for tensor in saved.values())
     assert relative_error(saved, weights) < TOLERANCE

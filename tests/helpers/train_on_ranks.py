@@ -1,6 +1,6 @@
-"""Trains from a config file on this rank: what torchrun starts in the tests.
+"""Trains from config files, one after the other, on this rank: what torchrun starts in the tests.
 
-    torchrun --nproc-per-node 2 tests/helpers/train_on_ranks.py BACKEND CONFIG.yaml
+    torchrun --nproc-per-node 2 tests/helpers/train_on_ranks.py BACKEND CONFIG.yaml ...
 
 On GPUs `sdpo-scale train` under the same launcher does all this by itself. On CPUs accelerate takes
 FSDP2 and ZeRO only after what is done here: without it, runs are silently replicated.
@@ -23,7 +23,7 @@ _FSDP2 = {
 
 
 def main() -> None:
-    backend, path = sys.argv[1:3]
+    backend, paths = sys.argv[1], sys.argv[2:]
     if backend == "fsdp2":
         os.environ.update(_FSDP2)
     changes: list[str] = []
@@ -33,17 +33,18 @@ def main() -> None:
     from sdpo_scale.trainer import SDPOTrainer
 
     logging.getLogger("sdpo_scale").setLevel(logging.INFO)
-    args = read_config(path, changes)
-    if backend == "fsdp2":
-        from accelerate.utils import DistributedType
+    for path in paths:
+        args = read_config(path, changes)
+        if backend == "fsdp2":
+            from accelerate.utils import DistributedType
 
-        _ = args.device
-        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
-    trainer = SDPOTrainer(args=args)
-    trainer.train(args.resume_from_checkpoint)
-    _check_backend(backend, trainer)
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()
+            _ = args.device
+            args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+        trainer = SDPOTrainer(args=args)
+        trainer.train(args.resume_from_checkpoint)
+        _check_backend(backend, trainer)
+        trainer.save_model()
+        trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 
