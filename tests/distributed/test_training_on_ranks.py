@@ -1,6 +1,7 @@
 """Runs on two ranks, started by torchrun, against the same run in one process."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -71,13 +72,13 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
     }
 
 
-def run_on_ranks(backend: str, *paths: Path) -> None:
+def run_on_ranks(backend: str, *paths: Path, **environment: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "tests/helpers/train_on_ranks.py"]
     done = subprocess.run(
         [*command, backend, *map(str, paths)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -182,6 +183,22 @@ def test_two_ranks_train_as_one_process_does(
     assert relative_error(saved, weights) < TOLERANCE
     before = load_file(files / "model" / "model.safetensors")
     assert not torch.equal(saved["lm_head.weight"], before["lm_head.weight"])
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
+def test_PRN_01_a_rank_that_keeps_nothing_does_not_stop_the_others(
+    backend: str, files: Path, tmp_path: Path
+):
+    changes = {**changes_of("branch_checkpoint", files), "max_steps": 2}
+    if backend == "zero3":
+        changes["deepspeed"] = deepspeed_config(3)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(options(tmp_path, **changes)))
+    run_on_ranks(backend, path, DROPS_EVERYTHING="1")
+    lines = steps_of(read_lines(tmp_path / "output" / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2]
+    assert 0 < lines[0]["pruning/backward_fraction"] < 1
+    assert all(math.isfinite(line["grad_norm"]) for line in lines)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

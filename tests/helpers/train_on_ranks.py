@@ -33,6 +33,8 @@ def main() -> None:
     from sdpo_scale.trainer import SDPOTrainer
 
     logging.getLogger("sdpo_scale").setLevel(logging.INFO)
+    if os.environ.get("DROPS_EVERYTHING") == os.environ["RANK"]:
+        _drop_everything()
     for path in paths:
         args = read_config(path, changes)
         if backend == "fsdp2":
@@ -46,6 +48,14 @@ def main() -> None:
         trainer.save_model()
         trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def _drop_everything() -> None:
+    import numpy as np
+
+    import sdpo_scale.draws
+
+    sdpo_scale.draws.poisson = lambda probabilities, uniforms_N: np.zeros(len(probabilities), bool)
 
 
 def _prepare_deepspeed() -> list[str]:
