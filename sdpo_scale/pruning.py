@@ -33,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "off": {},
     # at most a fifth more gradient noise; prunes little while coefficients are alike, more later
     "exact-budget": {"branches": "importance", "variance_inflation": 1.2},
-    # half of the tokens in the backward: its working set shrinks with them. Not the positions, since
+    # half of the tokens in the backward, whose working set shrinks with them; all positions, since
     # the head holds one chunk of logits however many there are
     "memory": {"branches": "importance", "keep_fraction": 0.5},
     # all stages; from the second epoch on most of the pairs are not executed at all
