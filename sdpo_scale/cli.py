@@ -128,9 +128,15 @@ def _verify(options: argparse.Namespace, args: Any) -> dict[str, Any]:
 
 
 def _train(args: Any) -> dict[str, Any]:
+    from transformers.trainer_utils import get_last_checkpoint
+
     start = time.perf_counter()
     trainer = _trainer(args)
-    trained = trainer.train(args.resume_from_checkpoint)
+    resume = args.resume_from_checkpoint
+    if resume == "auto":  # a restarted job goes on, a new one starts
+        has_output = Path(args.output_dir).is_dir()
+        resume = get_last_checkpoint(args.output_dir) if has_output else None
+    trained = trainer.train(resume)
     history = trainer.state.log_history
     evaluations = [entry for entry in history if "eval_loss" in entry]
     best = trainer.state.best_global_step if args.load_best_model_at_end else None

@@ -135,7 +135,8 @@ class SDPOConfig(TrainingArguments):
     given."""
 
     resume_from_checkpoint: str | bool | None = field(default=None)  # type: ignore[assignment]
-    """A checkpoint's folder, or true for the latest one in ``output_dir``."""
+    """A checkpoint's folder, true for the latest one in ``output_dir``, or ``auto``: the latest one
+    if there is any."""
     learning_rate: float = field(default=1e-6)
     """Initial learning rate."""
     logging_steps: float = field(default=10)

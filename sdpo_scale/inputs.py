@@ -44,6 +44,17 @@ class RunInputs:
     data_key: dict[str, str]
     """What token ids depend on besides rows: parts of the reference cache's key."""
 
+    def fingerprints(self, args: SDPOConfig) -> dict[str, str]:
+        """Of what every rank must have in common: pairs, and options that a step depends on."""
+        names: tuple[str, ...] = ("train_batch_size", "max_tokens", "seed", "data_seed")
+        names += ("learning_rate", "max_steps", "num_train_epochs", "loss_type", "beta")
+        parts = {"training pairs": self.train, "evaluation pairs": self.eval}
+        return {
+            **{name: str(getattr(args, name)) for name in names},
+            **{name: part.path.name if part else "" for name, part in parts.items()},  # a digest
+            "pruning": repr(args.pruning_options),
+        }
+
 
 def prepare_inputs(
     args: SDPOConfig,

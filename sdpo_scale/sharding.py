@@ -11,13 +11,13 @@ number of ranks. What else differs:
              within the backward of that one
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch import Tensor, nn
 
 from sdpo_scale.record import Ranks
@@ -75,6 +75,25 @@ class Sharding:
         """From now on a saved model is whole: FSDP2's checkpoints may be sharded, an export not."""
         if self._accelerator.distributed_type == DistributedType.FSDP:
             self._accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
+    def check_same(self, fingerprints: Mapping[str, str]) -> None:
+        """Compares what ranks must have in common, before anything is computed.
+
+        Args:
+            fingerprints: what → its digest or value on this rank.
+
+        Raises:
+            ValueError: on every rank, names what differs.
+        """
+        if self.ranks.world_size == 1:
+            return
+        everyone = gather_object([dict(fingerprints)])
+        differing = [n for n, own in fingerprints.items() if any(o[n] != own for o in everyone)]
+        if any(other != everyone[0] for other in everyone):
+            raise ValueError(
+                f"ranks were started with different {', '.join(differing) or 'inputs'}: each needs "
+                "the same config and the same files"
+            )
 
     def wait(self) -> None:
         """Returns when every rank has come here."""

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -124,6 +123,7 @@ class SDPOTrainer(Trainer):
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
         self._sharding = Sharding(self.accelerator)
+        self._sharding.check_same(inputs.fingerprints(args))
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(
@@ -389,9 +389,7 @@ class SDPOTrainer(Trainer):
 
     def _used_indices(self) -> NDArray[np.int64]:
         """Pairs that the run trains on: all, unless ``max_steps`` ends it in its first epoch."""
-        batches = self._train_batches()
-        num_steps = self.args.max_steps if self.args.max_steps > 0 else len(batches)
-        return np.concatenate([np.array(batch) for batch in islice(batches, num_steps)])
+        return self._train_batches().first(self.args.max_steps)
 
     def _rehearse(self, model: nn.Module) -> None:
         """Runs the run's longest pack once, so that running out of memory happens now or never."""

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from sdpo_scale.data.pairs import Pair, PairDataset
@@ -62,6 +64,12 @@ class StepBatches(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch whose order the next iteration yields."""
         self._epoch = epoch
+
+    def first(self, num_steps: int) -> NDArray[np.int64]:
+        """Indices of the pairs of so many steps of the first epoch; of all where 0 or less."""
+        return np.concatenate(
+            [np.array(batch) for batch in islice(self, num_steps if num_steps > 0 else None)]
+        )
 
     def __len__(self) -> int:
         """Steps of an epoch."""

@@ -226,3 +226,29 @@ def test_a_resumed_run_on_two_ranks_equals_one_that_was_never_stopped(
         values = [line[name] for line in found]
         assert values == pytest.approx([line[name] for line in expected], rel=1e-6), name
     assert relative_error(load_file(output / "model.safetensors"), weights) < 1e-6
+
+
+def test_ranks_with_different_pairs_are_refused_before_anything_is_computed(
+    files: Path, tmp_path: Path
+):
+    write_rows(tmp_path / "train.jsonl", text_rows(11, seed=5))
+    path = tmp_path / "config.yaml"
+    changes = changes_of("dense", files)
+    path.write_text(yaml.safe_dump(options(tmp_path, **changes)))
+    other = tmp_path / "other.yaml"
+    changes["train_dataset"], changes["seed"] = str(tmp_path / "train.jsonl"), 7
+    other.write_text(yaml.safe_dump(options(tmp_path, **changes)))
+    script = tmp_path / "each.sh"
+    script.write_text(
+        f'exec {sys.executable} -m sdpo_scale train "$([ "$RANK" = 0 ] && echo {path} || '
+        f'echo {other})"\n'
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "--no-python", "bash", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode != 0
+    assert "ranks were started with different seed, training pairs" in done.stderr
+    assert not (tmp_path / "output" / "metrics.jsonl").exists()

@@ -129,6 +129,19 @@ def test_train_resumes_from_the_latest_checkpoint(
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
+def test_a_restarted_job_goes_on_by_itself_and_a_new_one_starts(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_config(
+        max_steps=2, save_strategy="steps", save_steps=2, resume_from_checkpoint="auto"
+    )
+    assert main(["train", path]) == 0
+    assert main(["train", path, "--max_steps", "4", "--json"]) == 0
+    assert last_line(capsys)["steps"] == 4
+    lines = steps_of(read_lines(tmp_path / "output" / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
 def test_the_evaluation_reported_after_training_is_that_of_the_saved_model(
     files: Path, tmp_path: Path, write_config: Write, capsys: pytest.CaptureFixture[str]
 ):
