@@ -4,7 +4,9 @@ import json
 import logging
 import os
 import resource
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +31,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from sdpo_scale.draws import PruningHistory
 from sdpo_scale.metrics import MetricSums, StepCounts
-from sdpo_scale.record import StepResult
+from sdpo_scale.record import Ranks, StepResult
 
 __all__ = [
     "CONSOLE",
@@ -37,6 +39,7 @@ __all__ = [
     "ProgressBar",
     "PruningFile",
     "StepLog",
+    "StopSignal",
     "new_progress",
     "peak_memory_bytes",
     "show_progress",
@@ -217,6 +220,49 @@ class PruningFile(TrainerCallback):
                 "and stay unbiased",
                 path,
             )
+
+
+class StopSignal(TrainerCallback):
+    """On SIGTERM finishes the step, saves a checkpoint and ends training, on all ranks together.
+
+    A scheduler that takes a machine away sends it; the next start goes on with
+    ``resume_from_checkpoint: auto``.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        """Takes the ranks, which must agree on the step: signals reach them at other moments."""
+        self.was_received = False
+        self._is_pending = False
+        self._ranks, self._device = ranks, device
+        self._previous: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Listens, where that is possible: in a process's main thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._receive)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stops all ranks if any has received the signal."""
+        is_pending = self._is_pending
+        if self._ranks.world_size > 1:
+            is_pending = bool(self._ranks.sum(torch.tensor(float(is_pending), device=self._device)))
+        if is_pending:
+            self.was_received = True
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Listens no more."""
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _receive(self, *_args: Any) -> None:
+        self._is_pending = True
 
 
 def _step_of(line: str) -> float:

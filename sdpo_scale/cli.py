@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +26,16 @@ from rich.table import Table
 __all__ = ["main"]
 
 
+class _StoppedError(Exception):
+    """A run that was asked to stop and has saved its state."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
         The exit code: 0; 1 if verify finds a bias; 2 if something the user gave cannot be used; 130
-        if interrupted.
+        if interrupted; 143 if stopped by SIGTERM, after a checkpoint.
     """
     parser = argparse.ArgumentParser(
         prog="sdpo-scale",
@@ -68,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ModuleNotFoundError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except _StoppedError as stop:
+        print(stop, file=sys.stderr)
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print("interrupted; what was saved before is complete", file=sys.stderr)
         return 130
@@ -137,6 +145,12 @@ def _train(args: Any) -> dict[str, Any]:
         has_output = Path(args.output_dir).is_dir()
         resume = get_last_checkpoint(args.output_dir) if has_output else None
     trained = trainer.train(resume)
+    if trainer.stop_signal.was_received:
+        _end(trainer)
+        raise _StoppedError(
+            f"stopped by SIGTERM after step {trained.global_step}; its checkpoint is complete, "
+            "resume_from_checkpoint: auto goes on from it"
+        )
     history = trainer.state.log_history
     evaluations = [entry for entry in history if "eval_loss" in entry]
     best = trainer.state.best_global_step if args.load_best_model_at_end else None

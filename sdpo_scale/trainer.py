@@ -26,6 +26,7 @@ from sdpo_scale.callbacks import (
     ProgressBar,
     PruningFile,
     StepLog,
+    StopSignal,
     new_progress,
     peak_memory_bytes,
 )
@@ -99,14 +100,13 @@ class SDPOTrainer(Trainer):
             DataError: an unusable row.
         """
         args = args if args is not None else SDPOConfig()
-        inputs = prepare_inputs(
+        self.inputs = inputs = prepare_inputs(
             args,
             model=model,
             tokenizer=processing_class,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
         )
-        self.inputs = inputs
         if inputs.eval is None:
             args.eval_on_start = False
         super().__init__(
@@ -124,6 +124,8 @@ class SDPOTrainer(Trainer):
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
         self._sharding = Sharding(self.accelerator)
         self._sharding.check_same(inputs.fingerprints(args))
+        self.stop_signal = StopSignal(self._sharding.ranks, args.device)
+        self.add_callback(self.stop_signal)
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(

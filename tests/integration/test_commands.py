@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,6 +142,33 @@ def test_a_restarted_job_goes_on_by_itself_and_a_new_one_starts(
     assert last_line(capsys)["steps"] == 4
     lines = steps_of(read_lines(tmp_path / "output" / "metrics.jsonl"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_run_that_is_told_to_end_saves_its_state_and_goes_on_later(
+    write_config: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    path = write_config(max_steps=5, pruning="exact-budget", resume_from_checkpoint="auto")
+    step = SDPOTrainer.training_step
+
+    def interrupted(self: SDPOTrainer, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)  # within the third step, which is finished
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SDPOTrainer, "training_step", interrupted)
+        assert main(["train", path]) == 143
+    assert "stopped by SIGTERM after step 3" in capsys.readouterr().err
+    checkpoint = tmp_path / "output" / "checkpoint-3"
+    for name in ("model.safetensors", "optimizer.pt", "trainer_state.json", "pruning_history.npz"):
+        assert (checkpoint / name).is_file()
+    assert main(["train", path, "--json"]) == 0
+    assert last_line(capsys)["steps"] == 5
+    lines = steps_of(read_lines(tmp_path / "output" / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
 def test_the_evaluation_reported_after_training_is_that_of_the_saved_model(

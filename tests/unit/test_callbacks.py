@@ -5,7 +5,8 @@ import json
 import torch
 from transformers import TrainerControl, TrainerState
 
-from sdpo_scale.callbacks import MetricsFile, ProgressBar, peak_memory_bytes
+from sdpo_scale.callbacks import MetricsFile, ProgressBar, StopSignal, peak_memory_bytes
+from tests.helpers.threads import run_ranks
 
 
 def state(step):
@@ -61,3 +62,18 @@ def test_without_a_terminal_a_line_per_logged_step_is_printed(capsys):
 
 def test_peak_memory_is_what_this_process_uses():
     assert peak_memory_bytes(torch.device("cpu")) > 50 * 2**20
+
+
+def test_all_ranks_stop_after_the_same_step_though_one_was_signalled():
+    def run(ranks):
+        stop = StopSignal(ranks, torch.device("cpu"))
+        stopped = []
+        for step in range(4):
+            if ranks.rank == 1 and step == 2:
+                stop._receive()
+            control = TrainerControl()
+            stop.on_step_end(None, state(step), control)
+            stopped.append(control.should_training_stop and control.should_save)
+        return stopped
+
+    assert run_ranks(3, run) == 3 * [[False, False, True, True]]
