@@ -63,6 +63,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "positions": ("importance", "uniform"),
 }
 
+_NUMBERS = (
+    *("variance_inflation", "keep_fraction", "min_probability", "position_fraction"),
+    *("prefix_parameter", "train_prefix_parameter"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
@@ -105,7 +110,8 @@ class Pruning:
     """Probabilities of positions: importance or uniform."""
 
     def __post_init__(self) -> None:
-        """Checks names and ranges."""
+        """Checks types, names and ranges."""
+        self._check_types()
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices and not (name == "branches" and value is None):
@@ -118,6 +124,21 @@ class Pruning:
         if self.branch_unit == "response" and self.train_prefix is not None:
             raise ValueError("train_prefix cuts pairs; set branch_unit: pair")
         _ = self.prefix_design, self.train_prefix_design
+
+    def _check_types(self) -> None:
+        for f in fields(self):
+            value, wanted = getattr(self, f.name), None
+            if f.name == "presample":
+                wanted = None if isinstance(value, bool) else "true or false"
+            elif f.name.endswith("prefix_levels"):
+                counts = value if isinstance(value, tuple) else (value,)
+                wanted = (
+                    None if all(type(n) is int for n in counts) else "a number or a list of them"
+                )
+            elif f.name in _NUMBERS and value is not None:
+                wanted = None if type(value) in (int, float) else "a number"
+            if wanted is not None:
+                raise ValueError(f"pruning option {f.name}: {value!r} is not {wanted}")
 
     def _check_budget(self) -> None:
         if self.variance_inflation is not None and not self.variance_inflation >= 1:

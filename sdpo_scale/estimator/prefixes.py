@@ -61,7 +61,7 @@ class PrefixDesign:
         if not self.survival or self.survival[0] != 1:
             raise ValueError(f"survival must start with S_1 = 1, got {list(self.survival)}")
         if (
-            any(later > earlier for earlier, later in pairwise(self.survival))
+            any(not later <= earlier for earlier, later in pairwise(self.survival))
             or not self.survival[-1] > 0
         ):
             raise ValueError(

@@ -1,5 +1,6 @@
 """Steps at the edge: one token, one pair, no gradient, nothing kept, values that are not finite."""
 
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Rig:
         self.model = build("llama", dtype=torch.float64)
         bind_logprob_forward(self.model, backend="sdpa")
         self.recompute = PrunedRecompute.bind(self.model)
+        self.change: Any = lambda _layout, output: output
         rng = np.random.default_rng(0)
         self.reference = [
             tuple(rng.normal(-5, 1, len(part)).astype(np.float32) for part in pair.tokens[1:])
@@ -56,6 +58,7 @@ class Rig:
         number: int = 0,
         loss_type: str = "sigmoid",
         history: PruningHistory | None = None,
+        max_tokens: int = 30,
     ) -> Any:
         draw = None
         if pruning is not None:
@@ -66,9 +69,14 @@ class Rig:
             pairs,
             self.reference[: len(pairs)] if reference is None else reference,
             options=StepOptions(
-                objective=OBJECTIVES[loss_type], beta=0.5, label_smoothing=0.0, max_tokens=30
+                objective=OBJECTIVES[loss_type],
+                beta=0.5,
+                label_smoothing=0.0,
+                max_tokens=max_tokens,
             ),
-            forward=lambda layout, is_last, **kwargs: self.model(pack=layout, **kwargs),
+            forward=lambda layout, is_last, **kwargs: self.change(
+                layout, self.model(pack=layout, **kwargs)
+            ),
             backward=lambda loss, _is_last: loss.backward(),
             draw=draw,
             recompute=self.recompute if draw is not None and execution == "checkpoint" else None,
@@ -76,16 +84,35 @@ class Rig:
         return result, gradients(self.model)
 
 
-def pruning_of(execution: str, **changes: Any) -> Pruning:
-    return Pruning(**{**ALL, **changes}, branch_execution=execution)
+def pruning_of(execution: str) -> Pruning:
+    if execution == "single":  # a step whose backward runs on everything that was executed
+        return Pruning(**{n: ALL[n] for n in ("prefix", "prefix_levels", "position_fraction")})
+    return Pruning(**ALL, branch_execution=execution)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_pairs_of_one_token_and_more_levels_than_tokens(execution, rig):
+@pytest.mark.parametrize("execution", [*EXECUTIONS, "single"])
+def test_pairs_of_one_token_and_more_levels_than_tokens_stay_finite(execution, rig):
     for number in range(10):
         result, found = rig.step(pruning_of(execution), execution=execution, number=number)
         assert np.isfinite(result.metrics.loss)
+        assert np.isfinite(result.counts.max_weight)
         assert all(bool(g.isfinite().all()) for g in found.values())
+
+
+def test_levels_of_a_response_of_one_token_all_execute_it(rig):
+    # all levels but 0 are the whole pair, so that nothing is cut and nothing is noisy
+    one, reference = PAIRS[:1], rig.reference[:1]
+    expected_result, dense = rig.step(None, pairs=one, reference=reference)
+    for number in range(5):
+        result, found = rig.step(
+            Pruning(prefix="geometric", prefix_levels=16),
+            pairs=one,
+            reference=reference,
+            number=number,
+            execution="single",
+        )
+        assert relative_error(found, dense) < FLOAT64_ENUMERATION
+        assert result.metrics.loss == pytest.approx(expected_result.metrics.loss, rel=1e-10)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -124,14 +151,17 @@ def seen(rig: Rig, which: slice = slice(None)) -> PruningHistory:
     return history
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", [*EXECUTIONS, "single"])
 def test_coefficients_of_zero_leave_a_gradient_of_zero(execution, rig):
-    # the hinge is flat where the margin exceeds 1
+    # the hinge is flat where the margin exceeds 1, here at every cut level
     far = [(chosen - 50, rejected + 50) for chosen, rejected in rig.reference]
+    _, dense = rig.step(None, reference=far, loss_type="hinge")
+    assert dense.keys() == dict(rig.model.named_parameters()).keys()
     result, found = rig.step(
         pruning_of(execution), reference=far, execution=execution, loss_type="hinge"
     )
     assert result.metrics.loss == 0
+    assert found.keys() == dense.keys()
     assert all(float(g.abs().max()) == 0 for g in found.values())
     assert np.isfinite(list(result.counts.means(**SIZES).values())).all()
     history = PruningHistory()
@@ -174,15 +204,90 @@ def test_PRN_03_a_step_of_which_nothing_is_kept_has_gradients_of_zero(execution,
     assert empty > 0
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def gradients_alone(rig: Rig) -> list[dict[str, torch.Tensor]]:
+    """The gradient of each pair's loss, in a step of its own."""
+    return [
+        rig.step(None, pairs=[pair], reference=[reference])[1]
+        for pair, reference in zip(PAIRS, rig.reference, strict=True)
+    ]
+
+
+def weighted(alone: list[dict[str, torch.Tensor]], weights: Any) -> dict[str, torch.Tensor]:
+    return {n: sum(w * g[n] for w, g in zip(weights, alone, strict=True)) / 3 for n in alone[0]}
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_pair_that_is_not_finite_is_named(execution, value, rig):
+def test_PRN_03_a_micro_batch_of_which_nothing_is_kept_adds_nothing(execution, rig):
+    alone = gradients_alone(rig)
+    pruning = Pruning(branches="uniform", keep_fraction=0.5, branch_execution=execution)
+    subsets = [s for n in range(4) for s in combinations(range(3), n)]
+    # every kept pair weighs 1/π = 2, and the mean is over all three, kept or not
+    expected = [weighted(alone, [2.0 * (p in subset) for p in range(3)]) for subset in subsets]
+    seen_subsets = set()
+    for number in range(40):
+        result, found = rig.step(pruning, execution=execution, number=number, max_tokens=12)
+        if execution == "checkpoint":
+            assert result.num_micro_batches == 3  # one pair each
+        errors = [relative_error(found, gradient) for gradient in expected[1:]]  # none is missing
+        if all(float(g.abs().max()) == 0 for g in found.values()):
+            assert result.counts.backward_tokens == 0
+            seen_subsets.add(())
+            continue
+        assert min(errors) < FLOAT64_ENUMERATION
+        subset = subsets[1 + int(np.argmin(errors))]
+        seen_subsets.add(subset)
+        sizes = [sum(map(len, PAIRS[p].tokens)) for p in subset]
+        assert result.counts.backward_tokens == sum(sizes)
+        assert result.counts.max_weight == 2.0
+    # independent coins keep anything; a sample of fixed size keeps one or two of three
+    some = {s for s in subsets if execution == "checkpoint" or len(s) in (1, 2)}
+    assert seen_subsets == some
+
+
+def test_PRN_03_presampled_pairs_leave_the_denominator_and_the_whole_step_may_be_empty(rig):
+    alone, history = gradients_alone(rig), seen(rig)
+    pruning = Pruning(presample=True, keep_fraction=0.2, min_probability=0.05)
+    cost = np.array([sum(map(len, pair.tokens)) for pair in PAIRS], dtype=float)
+    counts = set()
+    for number in range(40):
+        draw = StepDraw(options=pruning, history=history, seed=0, step=number)
+        weights = draw.presample([0, 1, 2], cost)
+        result, found = rig.step(pruning, execution="single", number=number, history=history)
+        expected = weighted(alone, weights)
+        assert relative_error(found, expected) < FLOAT64_ENUMERATION
+        assert result.metrics.num_pairs == 3
+        assert np.isfinite(result.metrics.loss)
+        assert result.counts.executed_tokens == cost[weights > 0].sum()
+        assert result.observations.pair_ids == tuple(np.flatnonzero(weights))
+        counts.add(int((weights > 0).sum()))
+    assert counts == {0, 1}
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("execution", [*EXECUTIONS, "single"])
+@pytest.mark.parametrize("source", ["reference", "policy"])
+@pytest.mark.parametrize("response", [0, 1], ids=["chosen", "rejected"])
+def test_PRN_03_a_pair_that_is_not_finite_is_named(response, source, execution, value, rig):
+    prunes = {"branches": "importance", "keep_fraction": 0.5, "branch_execution": execution}
+    pruning = Pruning(**prunes) if execution in EXECUTIONS else pruning_of(execution)
     broken = [tuple(part.copy() for part in pair) for pair in rig.reference]
-    broken[1][0][0] = value
+    if source == "reference":
+        broken[1][response][0] = value
+    else:
+        prompt = PAIRS[1].prompt_ids.tolist()
+
+        def change(layout, output):
+            lengths = torch.stack([layout.chosen_length_P, layout.rejected_length_P], dim=1)
+            row = token = 0
+            for n, (chosen, rejected) in zip(layout.prompt_length_P, lengths, strict=True):
+                if layout.input_ids_T[row : row + n].tolist() == prompt:
+                    is_broken = torch.arange(len(output.logprobs_R)) == token + response * chosen
+                    logprobs_R = output.logprobs_R.masked_fill(is_broken, value)
+                    return output._replace(logprobs_R=logprobs_R)
+                row, token = row + n + chosen + rejected, token + chosen + rejected
+            return output
+
+        rig.change = change
     with pytest.raises(NonFiniteError) as caught:
-        rig.step(
-            Pruning(branches="importance", keep_fraction=0.5, branch_execution=execution),
-            reference=broken,
-            execution=execution,
-        )
+        rig.step(pruning, reference=broken, execution=execution)
     assert caught.value.pair_ids == (1,)

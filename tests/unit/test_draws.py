@@ -43,6 +43,35 @@ def test_levels_and_coins_of_a_pair_do_not_depend_on_the_others():
         assert found[1][0] == kept[k]
 
 
+def test_coins_of_a_pairs_responses_do_not_depend_on_the_other_pairs():
+    history = observed([1.0, 2.0, 3.0])
+    one = draw(history, branch_unit="response", **BRANCHES)
+    ids = list(range(40))
+    importance, cost = np.random.default_rng(0).lognormal(0, 2, 80), np.full(80, 80.0)
+    _, kept = one.branches(ids, importance, cost, is_whole_step=False)
+    assert (kept[::2] != kept[1::2]).any()  # chosen and rejected have coins of their own
+    for pair_id in ids:
+        two = slice(2 * pair_id, 2 * pair_id + 2)
+        found = one.branches([pair_id], importance[two], cost[two], is_whole_step=False)
+        assert found[1].tolist() == kept[two].tolist()
+
+
+def test_presampled_pairs_do_not_depend_on_the_order_of_the_step():
+    history = observed(np.random.default_rng(0).lognormal(size=20))
+    one = draw(history, presample=True, keep_fraction=0.5)
+    order, cost = np.random.default_rng(1).permutation(20), np.arange(20) + 10.0
+    weights = one.presample(list(range(20)), cost)
+    # probabilities come from sums over the step, in its order
+    again = one.presample(order.tolist(), cost[order])
+    assert again == pytest.approx(weights[order], rel=1e-9)
+    assert 0 < (weights > 0).sum() < 20
+
+
+def test_without_a_branch_stage_all_are_kept():
+    probabilities, kept = draw().branches([1, 2], np.ones(2), np.ones(2), is_whole_step=True)
+    assert (probabilities.tolist(), kept.tolist()) == ([1.0, 1.0], [True, True])
+
+
 @pytest.mark.parametrize("sampling", ["systematic", "pivotal"])
 def test_a_draw_over_the_step_does_not_depend_on_the_order_of_its_pairs(sampling):
     one = draw(branch_sampling=sampling, **BRANCHES)
@@ -87,6 +116,25 @@ def test_the_floor_bounds_the_weights_of_presampled_pairs():
     assert (weights == 0).mean() == pytest.approx(0.95, abs=0.01)
 
 
+def test_no_pair_is_left_out_where_presampling_is_off():
+    assert draw(observed([1.0, 2.0])).presample([0, 1], np.ones(2)).tolist() == [1, 1]
+
+
+def test_a_pair_is_worth_what_it_was_when_last_seen():
+    history = observed([1.0, 2.0], [3.0])
+    assert history.importance == {0: 3.0, 1: 2.0}
+
+
+def test_the_threshold_depends_on_the_latest_16_steps_alone():
+    rng = np.random.default_rng(0)
+    steps = rng.lognormal(0, 1, (16, 8))
+    options = Pruning(**BRANCHES)
+    expected = observed(*steps).branch_scale(options)
+    assert observed(*(100 * rng.random((5, 8))), *steps).branch_scale(options) == expected
+    assert observed(*steps[1:]).branch_scale(options) != expected
+    assert len(observed(*steps, *steps).window) == 16
+
+
 def test_before_the_first_step_everything_is_kept():
     probabilities, kept = draw(**BRANCHES).branches(
         [1, 2], np.array([0.1, 5.0]), np.ones(2), is_whole_step=False
@@ -126,7 +174,16 @@ def test_the_history_survives_being_saved():
     assert restored.importance == history.importance
     options = Pruning(**BRANCHES)
     assert restored.branch_scale(options) == history.branch_scale(options)
-    assert [w.tolist() for w, _ in restored.window] == [w.tolist() for w, _ in history.window]
+    assert restored.window.maxlen == history.window.maxlen
+    for found, expected in zip(restored.window, history.window, strict=True):
+        assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
+def test_a_state_replaces_what_was_remembered():
+    restored = observed([7.0, 8.0, 9.0], [7.0], first_id=50)
+    restored.load_state_dict(observed([1.0]).state_dict())
+    assert restored.importance == {0: 1.0}
+    assert len(restored.window) == 1
 
 
 def test_an_empty_history_survives_as_well():
@@ -148,3 +205,7 @@ def test_what_a_backward_will_keep_is_expected_from_the_window():
     assert PruningHistory().expected_kept(Pruning(**BRANCHES)) == 1
     cut = Pruning(train_prefix=(1.0, 0.5))
     assert history.expected_kept(cut) == pytest.approx(0.75)
+    both = Pruning(**BRANCHES, train_prefix=(1.0, 0.5))
+    assert history.expected_kept(both) == pytest.approx(0.5 * 0.75)
+    uniform = Pruning(branches="uniform", keep_fraction=0.3)
+    assert history.expected_kept(uniform) == pytest.approx(0.3)

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 from sdpo_scale.metrics import PAIR_COLUMNS, StepCounts, sum_metrics, token_sums
+from sdpo_scale.objectives import OBJECTIVES
+from sdpo_scale.weighting import draw_executed, telescoped_loss
+from tests.helpers.pairs import pair_of_lengths
 
 NOTHING = torch.zeros(0, dtype=torch.float64)
 
@@ -44,6 +47,20 @@ def test_one_host_synchronization_per_step(monkeypatch):
     assert count == 1
 
 
+def test_a_tie_is_not_accurate():
+    pairs = [pair_of_lengths(k, (1, 1, 1)) for k in range(3)]
+    ratios = torch.tensor([0.5, 0.5, 0.6, 0.5, 0.4, 0.5])  # a tie, right, wrong
+    _, rows = telescoped_loss(
+        -ratios,
+        ratios,
+        draw_executed(pairs, None),
+        objective=OBJECTIVES["sigmoid"],
+        beta=0.1,
+        label_smoothing=0.0,
+    )
+    assert rows[:, PAIR_COLUMNS.index("accurate")].tolist() == [0.0, 1.0, 0.0]
+
+
 def test_pairs_that_were_not_executed_count_in_the_mean():
     rows = torch.full((2, len(PAIR_COLUMNS)), 3.0)
     assert sum_metrics(rows, None, NOTHING, num_pairs=6)[0].loss == pytest.approx(1.0)
@@ -53,6 +70,25 @@ def test_token_sums_split_by_response():
     statistics = torch.tensor([[1.0, 2.0, 1.0], [3.0, 4.0, 0.0], [5.0, 6.0, 1.0]])
     found = token_sums(statistics, torch.tensor([True, True, False]))
     assert found.tolist() == [9.0, 6.0, 6.0, 1.0, 2.0, 1.0]
+
+
+def test_token_means_are_over_the_tokens_of_all_steps():
+    statistics = torch.tensor([[1.0, 2.0, 1.0], [3.0, 4.0, 0.0], [5.0, 6.0, 1.0]])
+    rows = torch.zeros(1, len(PAIR_COLUMNS))
+    parts = [
+        sum_metrics(rows, token_sums(statistics[:n], is_chosen[:n]), NOTHING, num_pairs=1)[0]
+        for n, is_chosen in [
+            (3, torch.tensor([True, True, False])),
+            (2, torch.tensor([True, False])),
+        ]
+    ]
+    means = (parts[0] + parts[1]).means(beta=0.1)
+    assert means["entropy"] == pytest.approx((9 + 4) / 5)
+    assert means["logits/chosen"] == pytest.approx((6 + 2) / 3)
+    assert means["logits/rejected"] == pytest.approx((6 + 4) / 2)
+    assert means["mean_token_accuracy"] == pytest.approx((1 + 1) / 3)
+    alone = sum_metrics(rows, None, NOTHING, num_pairs=1)[0].means(beta=0.1)
+    assert "entropy" not in alone  # not collected is not 0
 
 
 def test_other_numbers_come_along_and_all_are_summed_over_ranks():
@@ -79,6 +115,28 @@ def counts(**changes):
         "backward_positions": 8.0,
     }
     return StepCounts(**{**values, **changes})
+
+
+def test_flops_by_hand():
+    one = {"forward_tokens": 0, "backward_tokens": 0, "recomputed_tokens": 0}
+    one |= {"forward_positions": 0, "backward_positions": 0.0}
+    for name, expected in [
+        ("forward_tokens", 2 * 100),
+        ("backward_tokens", 4 * 100),
+        ("recomputed_tokens", 2 * 100),
+        ("forward_positions", 2 * 10),
+        ("backward_positions", 6 * 10),  # the logits again, and both inputs' gradients
+    ]:
+        assert counts(**{**one, name: 7}).flops(**SIZES) == 7 * expected
+
+
+def test_pruning_metrics_are_shares_of_the_dense_step():
+    means = counts(executed_tokens=15, backward_tokens=10, backward_positions=2.0).means(
+        **SIZES, recomputes=True
+    )
+    assert means["pruning/executed_fraction"] == 0.75
+    assert means["pruning/backward_fraction"] == 0.5
+    assert means["pruning/scored_fraction"] == 0.25
 
 
 @pytest.mark.parametrize("recomputes", [True, False])

@@ -23,18 +23,24 @@ def test_every_preset_is_valid(preset):
         ({"branch_execution": "twice"}, "'twice' is not auto or two_pass or checkpoint"),
         ({"positions": "best"}, "'best' is not importance or uniform"),
         ({"min_probability": 0.0}, r"min_probability must be in \(0, 1\]"),
+        ({"min_probability": float("nan")}, r"min_probability must be in \(0, 1\]"),
+        ({"branches": "importance", "keep_fraction": 0.0}, r"keep_fraction must be in \(0, 1\]"),
         ({"position_fraction": 1.5}, r"position_fraction must be in \(0, 1\]"),
         ({**BRANCHES, "variance_inflation": 0.5}, "at least 1, got 0.5"),
         ({**BRANCHES, "keep_fraction": 0.5}, "two forms of one budget"),
         ({"branches": "importance"}, "needs variance_inflation or keep_fraction"),
         ({"presample": True}, "needs variance_inflation or keep_fraction"),
+        ({**BRANCHES, "variance_inflation": float("nan")}, "at least 1, got nan"),
         ({"keep_fraction": 0.5}, "neither is on"),
+        ({"prefix": "geometric", "variance_inflation": 1.5}, "neither is on"),
         ({"presample": True, "branches": "uniform", "keep_fraction": 0.5}, "by importance"),
         ({**BRANCHES, "branch_unit": "response", "train_prefix": "geometric"}, "cuts pairs"),
         ({"prefix": "linear"}, "survival 'linear' is unknown; choose uniform_floor, geometric"),
         ({"prefix": (1.0, 2.0)}, "must not increase"),
         ({"prefix": "geometric", "prefix_parameter": 0.0}, r"ratio must be in \(0, 1\]"),
         ({"prefix": "geometric", "prefix_levels": 0}, "at least 1"),
+        ({"train_prefix": "linear"}, "survival 'linear' is unknown"),
+        ({"prefix": (1.0, 0.5), "prefix_levels": (8, 16)}, "need 1 token counts"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(options, message):
@@ -42,11 +48,28 @@ def test_options_that_cannot_be_meant_are_refused(options, message):
         Pruning(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presample", "no"),  # YAML 1.2: text, and true where only truth is asked for
+        ("prefix_levels", 2.5),
+        ("prefix_levels", (1.5, 3)),
+        ("keep_fraction", "half"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused_with_their_option(name, value):
+    given = {"prefix": "geometric", "branches": "importance", "keep_fraction": 0.5, name: value}
+    with pytest.raises(ValueError, match=name):
+        Pruning(**given)
+
+
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ValueError, match="'fast' is unknown; choose one of off, exact-budget"):
         Pruning.from_options("fast", {})
     with pytest.raises(ValueError, match="option 'keep_fracton', did you mean 'keep_fraction'"):
         Pruning.from_options("memory", {"keep_fracton": 0.5})
+    with pytest.raises(ValueError, match=r"unknown pruning option 'xyz'$"):
+        Pruning.from_options("memory", {"xyz": 1})
 
 
 def test_one_form_of_the_budget_replaces_the_other():
@@ -54,6 +77,14 @@ def test_one_form_of_the_budget_replaces_the_other():
     assert (found.keep_fraction, found.variance_inflation) == (0.4, None)
     found = Pruning.from_options("memory", {"variance_inflation": 1.1})
     assert (found.keep_fraction, found.variance_inflation) == (None, 1.1)
+    with pytest.raises(ValueError, match="two forms of one budget"):
+        Pruning.from_options("memory", {"variance_inflation": 1.1, "keep_fraction": 0.5})
+
+
+def test_a_presets_other_fields_stay():
+    found = Pruning.from_options("fastest", {"keep_fraction": 0.6})
+    assert found.presample
+    assert (found.prefix, found.position_fraction) == ("uniform_floor", 0.5)
 
 
 def test_lists_from_a_file_are_survivals_and_token_counts():
@@ -90,6 +121,19 @@ def test_two_stages_share_the_budget():
         probabilities = options.probabilities(importance, cost, scale=scale)
         found = variance_inflation(importance, probabilities)
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_two_stages_share_the_kept_fraction_and_one_alone_has_all_of_it():
+    importance, cost = np.random.default_rng(0).lognormal(size=20), np.full(20, 100.0)
+    for stages, expected in (
+        ({"branches": "importance"}, 0.36),
+        ({"presample": True}, 0.36),
+        ({"presample": True, "branches": "importance"}, 0.6),
+    ):
+        options = Pruning(**stages, keep_fraction=0.36)
+        scale = options.scale(importance, cost)
+        found = options.probabilities(importance, cost, scale=scale)
+        assert found.mean() == pytest.approx(expected, rel=1e-6)
 
 
 def test_uniform_inclusion_keeps_the_same_budget():

@@ -48,6 +48,9 @@ def test_survival_shapes():
         ({"survival": (1.0, 0.0)}, "must stay positive"),
         ({"survival": (1.0, 0.5), "token_counts": (1, 2)}, "need 1 token counts"),
         ({"survival": (1.0, 0.5, 0.5), "token_counts": (4, 4)}, "must increase"),
+        ({"survival": (1.0, 0.5), "token_counts": (0,)}, "must increase from 1 on"),
+        ({"survival": (1.0, float("nan"))}, "must stay positive"),
+        ({"survival": (1.0, float("nan"), 0.5)}, "must not increase"),
     ],
 )
 def test_designs_that_would_be_biased_or_unclear_are_refused(options, message):
@@ -69,8 +72,13 @@ def test_a_level_is_drawn_with_its_survival_probability():
 
 
 def test_weights_telescope():
-    weights = telescoping_weights(np.array([1, 2, 3]), (1.0, 0.5, 0.25))
+    survival = (1.0, 0.5, 0.25)
+    weights = telescoping_weights(np.array([1, 2, 3]), survival)
     assert weights.tolist() == [[1, 0, 0], [1 - 2, 2, 0], [1 - 2, 2 - 4, 4]]
+    losses = np.array([3.0, 5.0, 4.0])  # and ℓ_0, which must not matter
+    for start in (0.0, 0.7):
+        increments = np.diff(losses, prepend=start) / np.array(survival)
+        assert weights @ losses == pytest.approx(start + np.cumsum(increments))
 
 
 survivals = st.lists(st.floats(0.05, 1.0), min_size=0, max_size=6).map(
@@ -78,8 +86,20 @@ survivals = st.lists(st.floats(0.05, 1.0), min_size=0, max_size=6).map(
 )
 
 
-@given(survivals, st.integers(0, 10_000))
-def test_the_expected_weight_of_every_level_but_the_last_is_0(survival, seed):
+@given(survivals)
+def test_a_level_is_reached_on_an_interval_as_long_as_its_survival(survival):
+    design = PrefixDesign(survival=survival)
+    levels, ends = np.arange(1, len(survival) + 1), np.array(survival)
+    # levels fall as u grows, so that {u: T ≥ k} begins at 0; it ends at S_k, to the last bit
+    grid = np.sort(np.concatenate([np.linspace(0, 1, 50, endpoint=False), ends[ends < 1]]))
+    assert (np.diff(draw_levels(grid, design)) <= 0).all()
+    assert draw_levels(np.zeros(1), design).tolist() == [len(survival)]
+    assert (draw_levels(np.nextafter(ends, 0), design) >= levels).all()
+    assert (draw_levels(ends, design) < levels).all()
+
+
+@given(survivals)
+def test_the_expected_weight_of_every_level_but_the_last_is_0(survival):
     edges = np.array([*survival, 0.0])
     probabilities = -np.diff(edges)
     weights = telescoping_weights(np.arange(1, len(survival) + 1), survival)
