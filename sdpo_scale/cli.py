@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     options, fields = parser.parse_known_args(arguments)
     # imported late: --help and misspelt commands should not wait for torch
-    from sdpo_scale.config import read_config
     from sdpo_scale.data.reference import NonFiniteError
+    from sdpo_scale.options import read_config
 
     _start_logging()
     run: dict[str, Callable[[Any], dict[str, Any]]] = {

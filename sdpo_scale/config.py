@@ -1,4 +1,4 @@
-"""SDPOConfig: every option of a run, its checks, and reading it from YAML and the command line.
+"""SDPOConfig: every option of a run and its checks.
 
 It is a transformers ``TrainingArguments``: what those know (schedulers, optimizers, trackers,
 saving, the Hub) is set under the names their users know. The fields below are added or have another
@@ -9,37 +9,17 @@ import dataclasses
 import difflib
 import importlib.util
 import os
-import re
-import types
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import TrainingArguments
 
-from sdpo_scale import demo
 from sdpo_scale.objectives import OBJECTIVES, Objective
 from sdpo_scale.pruning import Pruning
 
-__all__ = ["SDPOConfig", "read_config"]
-
-_ALIASES = {
-    "model_name_or_path": "model",
-    "tokenizer_name_or_path": "tokenizer",
-    "dataset_name": "train_dataset",
-    "train_file": "train_dataset",
-    "eval_file": "eval_dataset",
-    "validation_file": "eval_dataset",
-    "dataset_train_split": "train_split",
-    "dataset_test_split": "eval_split",
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
-"""Names that users of TRL, transformers and their examples type → the field here."""
+__all__ = ["SDPOConfig", "nearest"]
 
 _REFUSED = {
     "per_device_train_batch_size": "set train_batch_size, pairs per optimizer step over all ranks",
@@ -239,7 +219,7 @@ class SDPOConfig(TrainingArguments):
         if objective is None:
             raise ValueError(
                 f"loss_type {self.loss_type!r} is unknown"
-                f"{_nearest(str(self.loss_type), OBJECTIVES)}; choose one of "
+                f"{nearest(str(self.loss_type), OBJECTIVES)}; choose one of "
                 f"{', '.join(OBJECTIVES)}"
             )
         if not self.beta > 0:
@@ -285,104 +265,7 @@ class SDPOConfig(TrainingArguments):
             )
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with the scalars of YAML 1.2: ``5e-7`` is a number, ``no`` is text, ``true`` a truth."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$"),
-    list("-+.0123456789"),
-)
-for _character in "yYnNoO":
-    _Loader.yaml_implicit_resolvers[_character] = [
-        (tag, pattern)
-        for tag, pattern in _Loader.yaml_implicit_resolvers[_character]
-        if tag != "tag:yaml.org,2002:bool"
-    ]
-
-
-def read_config(path: str, arguments: Sequence[str] = ()) -> SDPOConfig:
-    """Reads a YAML file and command-line overrides into a config.
-
-    Args:
-        path: a YAML file, or ``demo`` for the demonstration's.
-        arguments: ``--field value`` or ``--field=value``; a field without a value is set to true.
-
-    Returns:
-        The checked config.
-
-    Raises:
-        ValueError: unknown option (with the nearest name), a value of the wrong type, or a failed
-            check.
-        FileNotFoundError: there is no such file.
-    """
-    file = demo.config_path() if path == "demo" else Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"config file {path!r} does not exist")
-    values = _yaml(file.read_text("utf-8"), where=str(file)) or {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{file}: a config is a mapping of options, got {type(values).__name__}")
-    options = {_field_name(str(name), where=str(file)): value for name, value in values.items()}
-    fields = {f.name: f.type for f in dataclasses.fields(SDPOConfig)}
-    options.update(_parse_arguments(arguments, fields))
-    checked = {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
-    return SDPOConfig(**checked)
-
-
-def _yaml(text: str, *, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {error}") from error
-
-
-def _parse_arguments(arguments: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    remaining = list(arguments)
-    while remaining:
-        token = remaining.pop(0)
-        if not token.startswith("--"):
-            raise ValueError(f"expected --field value, got {token!r}")
-        name, equals, text = token[2:].partition("=")
-        if not equals:
-            has_value = bool(remaining) and not remaining[0].startswith("--")
-            text = remaining.pop(0) if has_value else "true"
-        name = _field_name(name, where="command line")
-        is_text = fields[name] in (str, str | None) and text not in ("null", "~")
-        options[name] = text if is_text else _yaml(text, where=f"option {name}: {text!r}")
-    return options
-
-
-def _field_name(name: str, *, where: str) -> str:
-    name = name.replace("-", "_")
-    name = _ALIASES.get(name, name)
-    known = [f.name for f in dataclasses.fields(SDPOConfig)]
-    if name not in known:
-        raise ValueError(f"{where}: unknown option {name!r}{_nearest(name, [*known, *_ALIASES])}")
-    return name
-
-
-def _nearest(name: str, names: Any) -> str:
+def nearest(name: str, names: Any) -> str:
+    """The end of an error message: the known name that is closest, if any is close."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f", did you mean {close[0]!r}?" if close else ""
-
-
-def _checked_value(name: str, value: Any, *, annotation: Any) -> Any:
-    """The value, with whole numbers made float where the field is one.
-
-    Raises:
-        ValueError: names the option and the value that does not have its type.
-    """
-    is_union = isinstance(annotation, types.UnionType)
-    accepted = typing.get_args(annotation) if is_union else (annotation,)
-    if not all(isinstance(t, type) and t in (bool, int, float, str, type(None)) for t in accepted):
-        return value
-    if float in accepted and type(value) is int:
-        return value if int in accepted or name.endswith("_steps") else float(value)
-    if int in accepted and float not in accepted and type(value) is float and value.is_integer():
-        return int(value)
-    if type(value) not in accepted:
-        wanted = " or ".join("nothing" if t is type(None) else t.__name__ for t in accepted)
-        raise ValueError(f"option {name}: {value!r} is not {wanted}")
-    return value

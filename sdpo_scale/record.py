@@ -9,6 +9,7 @@ every rank alike.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,14 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _pass(_what: str) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
     """The ranks that share a step."""
@@ -43,6 +52,12 @@ class Ranks:
     sum: Callable[[Tensor], Tensor] = _unchanged
     """The sum of a tensor over all ranks, on every rank; the only communication of a step besides
     its gradients."""
+    gather: Callable[[Any], list[Any]] = _alone
+    """What each rank gives, in the order of ranks, on every rank."""
+    wait: Callable[[str], None] = _pass
+    """Returns when every rank has come here; takes what is being waited for, for messages."""
+    is_first_of_node: bool = True
+    """Whether this rank is the one of its node that writes what nodes keep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,59 +1,242 @@
-"""Scoring the reference before training: all ranks share the work, and a bar shows it."""
+"""The pairs of a run and their reference: each scored once, before training, by all ranks together.
 
-from collections.abc import Callable, Mapping
+Every rank computes a share of each window of pairs, in as many packs as any other rank, since
+sharded modules need the same collectives from each; then all ranks hold the window's
+log-probabilities and one of each node writes them. So it does not matter whether nodes share a
+cache folder: equal contents have equal names.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sdpo_scale.callbacks import new_progress, show_progress
-from sdpo_scale.data.pairs import PairDataset
-from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs, score_pairs
-from sdpo_scale.packing.layout import PackLayout
-from sdpo_scale.sharding import Sharding
+from sdpo_scale.config import SDPOConfig
+from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
+from sdpo_scale.data.pairs import Pair, PairDataset
+from sdpo_scale.data.reference import (
+    NonFiniteError,
+    ReferenceCache,
+    ReferenceLogprobs,
+    ResponseLogprobs,
+)
+from sdpo_scale.inputs import RunInputs
+from sdpo_scale.packing.layout import PackLayout, build_idle_layout, build_layout
+from sdpo_scale.packing.plan import pair_costs, plan_ranks
+from sdpo_scale.record import Ranks
 
-__all__ = ["score_parts"]
+__all__ = ["RunPairs", "score_pairs"]
+
+logger = logging.getLogger(__name__)
+
+_PAIRS_PER_WINDOW = 256
+"""For each rank; a killed run loses at most the window being scored."""
 
 
-def score_parts(
-    parts: Mapping[str, tuple[PairDataset, NDArray[np.int64]]],
+class RunPairs:
+    """The pairs that a run uses, with their reference log-probabilities, and loaders over them."""
+
+    def __init__(self, inputs: RunInputs, args: SDPOConfig) -> None:
+        """Takes the pairs; ``open`` names the reference and ``score`` makes it complete."""
+        self._inputs, self._args = inputs, args
+        self._cache: ReferenceCache | None = None
+        self.is_scored = args.reference_free
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that the run uses."""
+        return sum(len(indices) for _, indices in self._used().values())
+
+    def open(self, key: Callable[[], Mapping[str, str]]) -> None:
+        """Opens the cache of a reference, unless it has been; ``key`` is what it depends on."""
+        if self._cache is None and not self._args.reference_free:
+            parts = {**key(), **self._inputs.data_key}
+            self._cache = ReferenceCache(self._args.cache_path / "reference", parts)
+
+    def score(
+        self, forward: Callable[[PackLayout], Tensor], *, ranks: Ranks, hidden_size: int
+    ) -> int:
+        """Completes the cache.
+
+        Args:
+            forward: layout → float [R] log-probabilities of the reference.
+            ranks: who shares the work.
+            hidden_size: width of the model, for the balance between ranks.
+
+        Returns:
+            Number of pairs that were missing.
+
+        Raises:
+            NonFiniteError: a log-probability is NaN or infinite.
+        """
+        if self.is_scored:
+            return 0
+        assert self._cache is not None, "the cache is opened while the reference is at hand"
+        known = len(self._cache)
+        for name, (dataset, indices) in self._used().items():
+            with new_progress(f"scoring {name} pairs") as progress:
+                score_pairs(
+                    dataset,
+                    self._cache,
+                    forward=forward,
+                    indices=indices,
+                    max_tokens=self._args.max_tokens,
+                    hidden_size=hidden_size,
+                    ranks=ranks,
+                    on_progress=partial(show_progress, progress, progress.add_task("", total=None)),
+                )
+        self.is_scored = True
+        return len(self._cache) - known
+
+    def train_loader(self) -> StepLoader:
+        """Batches of ``train_batch_size`` pairs; their order is a function of seed and epoch."""
+        return self._loader(self._inputs.train, self._train_batches())
+
+    def eval_loader(self, dataset: Any) -> StepLoader:
+        """The evaluation pairs in batches, in their order.
+
+        Raises:
+            ValueError: pairs that are not the run's evaluation pairs.
+        """
+        if dataset is not self._inputs.eval or dataset is None:
+            raise ValueError(
+                "evaluation needs pairs that were given to SDPOTrainer as eval_dataset: their "
+                "reference log-probabilities come from the model before training"
+            )
+        batch_size = self._args.train_batch_size
+        return self._loader(dataset, StepBatches(len(dataset), batch_size=batch_size, seed=None))
+
+    def shortest_two(self) -> tuple[Pair, Pair]:
+        """The training pairs with the fewest tokens, where there are two."""
+        dataset = self._inputs.train
+        first, second = np.argsort(dataset.lengths.sum(axis=1), kind="stable")[:2].tolist()
+        return dataset[first], dataset[second]
+
+    def longest(self, choose: Callable[[NDArray[np.int64]], Sequence[int]]) -> StepPairs:
+        """A step of some of the training pairs that the run uses, chosen by their tokens [N]."""
+        dataset, used = self._used()["training"]
+        indices = used[list(choose(dataset.lengths[used].sum(axis=1)))].tolist()
+        return self._scored(dataset).step(indices)
+
+    def _used(self) -> dict[str, tuple[PairDataset, NDArray[np.int64]]]:
+        """Training pairs: all, unless ``max_steps`` ends the run in its first epoch."""
+        used = {"training": (self._inputs.train, self._train_batches().first(self._args.max_steps))}
+        if self._inputs.eval is not None:
+            used["evaluation"] = (self._inputs.eval, np.arange(len(self._inputs.eval)))
+        return used
+
+    def _train_batches(self) -> StepBatches:
+        args = self._args
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        return StepBatches(
+            len(self._inputs.train),
+            batch_size=args.train_batch_size,
+            seed=seed if args.train_sampling_strategy == "random" else None,
+        )
+
+    def _scored(self, dataset: PairDataset) -> ScoredPairs:
+        if self._args.reference_free:
+            return ScoredPairs(dataset, None)
+        assert self._cache is not None
+        return ScoredPairs(dataset, ReferenceLogprobs(self._cache, dataset.content_hashes))
+
+    def _loader(self, dataset: PairDataset, batches: StepBatches) -> StepLoader:
+        return StepLoader(
+            self._scored(dataset),
+            batch_sampler=batches,
+            collate_fn=collate,
+            num_workers=self._args.dataloader_num_workers,
+            persistent_workers=self._args.dataloader_persistent_workers,
+            prefetch_factor=self._args.dataloader_prefetch_factor,
+        )
+
+
+def score_pairs(
+    dataset: PairDataset,
     cache: ReferenceCache,
     *,
     forward: Callable[[PackLayout], Tensor],
+    indices: NDArray[np.int64],
     max_tokens: int,
-    sharding: Sharding,
-) -> dict[int, ReferenceLogprobs]:
-    """Brings the cache to hold all pairs that a run uses.
+    hidden_size: int,
+    ranks: Ranks,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Fills the cache with the pairs of a data set that it lacks.
+
+    Uses the packs of training, no random numbers and no gradient. Killed at any moment it continues
+    from the last complete shard.
 
     Args:
-        parts: what to call it → (data set, indices of the pairs that are used).
-        cache: of the model's key.
-        forward: layout → float [R] log-probabilities.
+        dataset: the pairs.
+        cache: of the reference model's key.
+        forward: layout → float [R] log-probabilities of its response tokens.
+        indices: the pairs that are needed.
         max_tokens: the most tokens of one pack.
-        sharding: the ranks, which share a file system.
-
-    Returns:
-        Identity of each data set → its log-probabilities.
+        hidden_size: width of the model, for the balance between ranks.
+        ranks: who shares the work; every rank ends with all of it.
+        on_progress: called with (pairs scored, pairs to score), which are this rank's share.
 
     Raises:
-        NonFiniteError: a log-probability is NaN or infinite.
+        NonFiniteError: a log-probability is NaN or infinite; nothing of its window is stored.
+            Raised on every rank.
     """
-    ranks = sharding.ranks
-    references: dict[int, ReferenceLogprobs] = {}
-    for name, (dataset, indices) in parts.items():
-        sharding.wait()  # all ranks see the same pairs missing, and score a share each
-        with new_progress(f"scoring {name} pairs") as progress:
-            score_pairs(
-                dataset,
-                cache,
-                forward=forward,
-                max_tokens=max_tokens,
-                indices=indices,
-                share=slice(ranks.rank, None, ranks.world_size),
-                on_progress=partial(show_progress, progress, progress.add_task("", total=None)),
+    hashes = dataset.content_hashes
+    wanted = np.unique(indices)
+    own = wanted[[cache.row(hashes[i]) < 0 for i in wanted]]
+    missing = np.unique(np.concatenate(ranks.gather(own)))  # of any rank: folders may be a node's
+    logger.info(
+        "reference: %d of %d pairs in the cache, %d to score",
+        len(wanted) - len(missing),
+        len(wanted),
+        len(missing),
+    )
+    for start in range(0, len(missing), _PAIRS_PER_WINDOW * ranks.world_size):
+        window = missing[start : start + _PAIRS_PER_WINDOW * ranks.world_size]
+        lengths_P3 = dataset.lengths[window]
+        plans = plan_ranks(
+            lengths_P3.sum(axis=1),
+            pair_costs(lengths_P3[:, 0], lengths_P3[:, 1:], hidden_size),
+            max_tokens=max_tokens,
+            world_size=ranks.world_size,
+        )
+        share: dict[int, ResponseLogprobs] = {}
+        for micro_batch in plans.micro_batches[ranks.rank]:
+            positions = micro_batch.positions if micro_batch is not None else ()
+            share.update(_score_pack(dataset, window[list(positions)].tolist(), forward))
+            on_progress(
+                start // ranks.world_size + len(share), -(-len(missing) // ranks.world_size)
             )
-        sharding.wait()
+        scored = {index: pair for part in ranks.gather(share) for index, pair in part.items()}
+        bad = [dataset[i].pair_id for i, pair in scored.items() if not _all_finite(pair)]
+        if bad:
+            raise NonFiniteError("a reference log-probability", sorted(bad))
+        if ranks.is_first_of_node:
+            cache.append([hashes[i] for i in window], [scored[int(i)] for i in window])
+        ranks.wait("the reference's log-probabilities to be written")
         cache.refresh()
-        references[id(dataset)] = ReferenceLogprobs(cache, cache.rows(dataset.content_hashes))
-    return references
+
+
+@torch.no_grad()
+def _score_pack(
+    dataset: PairDataset, indices: list[int], forward: Callable[[PackLayout], Tensor]
+) -> dict[int, ResponseLogprobs]:
+    """Log-probabilities of some pairs; of none, the model runs on one token all the same."""
+    if not indices:
+        forward(build_idle_layout(dataset[0].tokens))
+        return {}
+    layout = build_layout([dataset[i].tokens for i in indices])
+    logprobs_R = forward(layout).float().cpu().numpy()
+    ends = np.cumsum(dataset.lengths[indices][:, 1:].reshape(-1))
+    parts = np.split(logprobs_R, ends[:-1])
+    return {i: (parts[2 * n], parts[2 * n + 1]) for n, i in enumerate(indices)}
+
+
+def _all_finite(pair: ResponseLogprobs) -> bool:
+    return all(bool(np.isfinite(part).all()) for part in pair)

@@ -1,5 +1,9 @@
 """Everything that differs between one process, DDP, FSDP2 and ZeRO.
 
+Where parameters are: under one process, DDP and ZeRO-1/2 each rank holds the whole model from the
+start. Under FSDP2 and ZeRO-3 it is whole at no time and place but, under FSDP2, in the memory of
+each node's first process while it is read: see :meth:`Sharding.shards_parameters`.
+
 All of them average gradients over ranks, while a step's packs add up: losses are multiplied by the
 number of ranks. What else differs:
 
@@ -17,9 +21,17 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import (
+    DistributedType,
+    broadcast_object_list,
+    gather_object,
+    wait_for_everyone,
+)
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
+from sdpo_scale.modeling.loading import model_fingerprint
 from sdpo_scale.record import Ranks
 
 __all__ = ["Sharding"]
@@ -36,8 +48,31 @@ class Sharding:
         self.ranks = Ranks(
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            sum=_sum_over_ranks if accelerator.num_processes > 1 else _unchanged,
+            is_first_of_node=accelerator.is_local_main_process,
+            **(_COLLECTIVES if accelerator.num_processes > 1 else {}),
         )
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank holds but a part of the parameters: FSDP2 and ZeRO-3."""
+        kind = self._accelerator.distributed_type
+        plugin = self._accelerator.state.deepspeed_plugin
+        return kind == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
+
+    def sharded(self, model: nn.Module) -> nn.Module | None:
+        """The module that gathers its shards as it runs; None until Accelerate has made it."""
+        if self._accelerator.distributed_type == DistributedType.DEEPSPEED:
+            engine = self._accelerator.deepspeed_engine_wrapped
+            return None if engine is None else engine.engine
+        return model if isinstance(model, FSDPModule) else None
+
+    def fingerprint(self, model: PreTrainedModel) -> str:
+        """Digest of a model's contents, before it is trained; the same on every rank."""
+        if self._accelerator.distributed_type == DistributedType.FSDP:
+            # only the first rank of each node has read the weights
+            digest = [model_fingerprint(model) if self.ranks.rank == 0 else ""]
+            return str(broadcast_object_list(digest)[0])
+        return model_fingerprint(model, gathered=_gathered if self.shards_parameters else None)
 
     @contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
@@ -87,7 +122,7 @@ class Sharding:
         """
         if self.ranks.world_size == 1:
             return
-        everyone = gather_object([dict(fingerprints)])
+        everyone = self.ranks.gather(dict(fingerprints))
         differing = [n for n, own in fingerprints.items() if any(o[n] != own for o in everyone)]
         if any(other != everyone[0] for other in everyone):
             raise ValueError(
@@ -95,16 +130,28 @@ class Sharding:
                 "the same config and the same files"
             )
 
-    def wait(self) -> None:
-        """Returns when every rank has come here."""
-        self._accelerator.wait_for_everyone()
 
+@contextmanager
+def _gathered(parameter: Tensor) -> Iterator[None]:
+    """A parameter that ZeRO-3 has partitioned is whole within; any other is as it is."""
+    import deepspeed  # where there is no ZeRO-3 it need not be installed
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield
 
 
 def _sum_over_ranks(tensor: Tensor) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total)
     return total
+
+
+def _wait(_what: str) -> None:
+    wait_for_everyone()
+
+
+_COLLECTIVES: dict[str, Any] = {
+    "sum": _sum_over_ranks,
+    "gather": lambda value: list(gather_object([value])),
+    "wait": _wait,
+}

@@ -31,7 +31,7 @@ from sdpo_scale.draws import StepDraw
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.objectives import Objective
-from sdpo_scale.packing.layout import PackLayout, build_layout, select_rows
+from sdpo_scale.packing.layout import PackLayout, build_idle_layout, build_layout, select_rows
 from sdpo_scale.packing.plan import MicroBatch, pair_costs, plan_ranks
 from sdpo_scale.record import Ranks, StepRecord, StepResult
 from sdpo_scale.weighting import (
@@ -291,9 +291,8 @@ class _Step:
         )
 
     def _run_nothing(self, *, is_last: bool) -> Tensor:
-        """One token: sharded modules need the same collectives from every rank."""
-        pair = self.pairs[0]
-        layout = build_layout([(pair.prompt_ids[:1], pair.chosen_ids[:1], pair.rejected_ids[:0])])
+        """One token, whose log-probability nobody needs."""
+        layout = build_idle_layout(self.pairs[0].tokens)
         output = self.forward(
             layout, is_last=is_last, with_statistics=False, with_norms=self.draw is not None
         )

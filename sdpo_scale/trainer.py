@@ -7,9 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -33,18 +31,17 @@ from sdpo_scale.callbacks import (
 from sdpo_scale.card import model_card
 from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
 from sdpo_scale.config import SDPOConfig
-from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
-from sdpo_scale.data.pairs import Pair, PairDataset
-from sdpo_scale.data.reference import ReferenceCache, ReferenceLogprobs
+from sdpo_scale.data.loader import StepPairs
+from sdpo_scale.data.pairs import Pair
 from sdpo_scale.draws import StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.metrics import MetricSums
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
-from sdpo_scale.modeling.loading import matmul_parameters, model_fingerprint, prepare_model
+from sdpo_scale.modeling.loading import matmul_parameters, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
 from sdpo_scale.record import Ranks, StepResult
-from sdpo_scale.scoring import score_parts
+from sdpo_scale.scoring import RunPairs
 from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
 
@@ -150,7 +147,8 @@ class SDPOTrainer(Trainer):
             self.add_callback(self._pruning_file)
             logger.info("pruning: %s (%s)", args.pruning, execution)
         self._recompute = PrunedRecompute.bind(self.model) if execution == "checkpoint" else None
-        self._references: dict[int, ReferenceLogprobs] = {}
+        self._pairs = RunPairs(inputs, args)
+        self._only_scores = False
         self._is_rehearsed = False
 
     def score(self) -> dict[str, int]:
@@ -162,66 +160,54 @@ class SDPOTrainer(Trainer):
         Raises:
             NonFiniteError: a log-probability is NaN or infinite.
         """
-        used = {"training": (self.inputs.train, self._used_indices())}
-        if self.inputs.eval is not None:
-            used["evaluation"] = (self.inputs.eval, np.arange(len(self.inputs.eval)))
-        counts = {"pairs": sum(len(indices) for _, indices in used.values()), "scored": 0}
-        if self.args.reference_free or self._references:
-            return counts
-        key = {
-            "model": model_fingerprint(self.model),
-            "dtype": f"{self.model.dtype} parameters, {self._dtype} products",
-            **self.inputs.data_key,
-        }
-        cache = ReferenceCache(self.args.cache_path / "reference", key)
-        known = len(cache)
-        was_training = self.model.training
-        self.model.eval()
-        self._references = score_parts(
-            used,
-            cache,
-            forward=self._logprobs,
-            max_tokens=self.args.max_tokens,
-            sharding=self._sharding,
-        )
-        self.model.train(was_training)
-        return {**counts, "scored": len(cache) - known}
+        self._open_reference()
+        num_scored = 0
+        if not self._sharding.shards_parameters:
+            num_scored = self._score(self.model)
+        elif not self._pairs.is_scored:
+            self._only_scores = True
+            try:
+                super().train()
+            except _ScoredError as scored:
+                num_scored = scored.num_pairs
+        return {"pairs": self._pairs.num_pairs, "scored": num_scored}
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
         """Trains; arguments as for ``Trainer.train``."""
-        self.score()
         if resume_from_checkpoint:
             self.args.eval_on_start = False  # "on start" is step 0, which the resumed run has had
             self._pruning_file.restore(self.args.output_path, resume_from_checkpoint)
-        if len(self.inputs.train) > 1:
-            shortest = np.argsort(self.inputs.train.lengths.sum(axis=1), kind="stable")[:2]
-            check_packed_pair(
-                self.model,
-                (self.inputs.train[int(shortest[0])], self.inputs.train[int(shortest[1])]),
-                forward=self._logprobs,
-                dtype=self._dtype,
-            )
+        self._open_reference()
+        if not self._sharding.shards_parameters:
+            self._before_training(self.model)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Creates the scheduler; where parameters are sharded, the reference is scored here.
+
+        ``Trainer`` calls it when shards have been made and no checkpoint has been loaded into them:
+        the one moment when the policy is the reference and can run.
+        """
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        sharded = self._sharding.sharded(self.model)
+        if sharded is not None:
+            self._before_training(sharded)
+        return scheduler
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of ``train_batch_size`` pairs; their order is a function of seed and epoch."""
-        return self._loader(self.inputs.train, self._train_batches())
+        return self._pairs.train_loader()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The evaluation pairs in batches, in their order."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._open_reference()
+        loader = self._pairs.eval_loader(eval_dataset or self.eval_dataset)
         self.score()
-        has_reference = self.args.reference_free or id(dataset) in self._references
-        if not isinstance(dataset, PairDataset) or not has_reference:
-            raise ValueError(
-                "evaluation needs pairs that were given to SDPOTrainer as eval_dataset: their "
-                "reference log-probabilities come from the model before training"
-            )
-        return self._loader(
-            dataset, StepBatches(len(dataset), batch_size=self.args.train_batch_size, seed=None)
-        )
+        return loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Pairs of an optimizer step over all ranks."""
@@ -374,35 +360,46 @@ class SDPOTrainer(Trainer):
         with self._sharding.micro_batch(model, is_last=is_last and weight > 0):
             self._sharding.backward(loss * weight)
 
-    def _logprobs(self, layout: PackLayout) -> Tensor:
-        return self._forward(self.model, layout).logprobs_R
-
-    def _scored(self, dataset: PairDataset) -> ScoredPairs:
-        is_free = self.args.reference_free
-        return ScoredPairs(dataset, None if is_free else self._references[id(dataset)])
-
-    def _train_batches(self) -> StepBatches:
-        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-        return StepBatches(
-            len(self.inputs.train),
-            batch_size=self.args.train_batch_size,
-            seed=seed if self.args.train_sampling_strategy == "random" else None,
+    def _open_reference(self) -> None:
+        self._pairs.open(
+            lambda: {
+                "model": self._sharding.fingerprint(self.model),
+                "dtype": f"{self.model.dtype} parameters, {self._dtype} products",
+            }
         )
 
-    def _used_indices(self) -> NDArray[np.int64]:
-        """Pairs that the run trains on: all, unless ``max_steps`` ends it in its first epoch."""
-        return self._train_batches().first(self.args.max_steps)
+    def _score(self, model: nn.Module) -> int:
+        was_training = model.training
+        model.eval()
+        num_scored = self._pairs.score(
+            partial(self._logprobs, model),
+            ranks=self._sharding.ranks,
+            hidden_size=self._options.hidden_size,
+        )
+        model.train(was_training)
+        return num_scored
+
+    def _before_training(self, model: nn.Module) -> None:
+        """Scores the reference and checks the packed forward, with the parameters of the start."""
+        num_scored = self._score(model)
+        if self._only_scores:
+            raise _ScoredError(num_scored)
+        if len(self.inputs.train) > 1:
+            forward = partial(self._logprobs, model)
+            check_packed_pair(model, self._pairs.shortest_two(), forward=forward, dtype=self._dtype)
+
+    def _logprobs(self, model: nn.Module, layout: PackLayout) -> Tensor:
+        return self._forward(model, layout).logprobs_R
 
     def _rehearse(self, model: nn.Module) -> None:
         """Runs the run's longest pack once, so that running out of memory happens now or never."""
-        dataset, used = self.inputs.train, self._used_indices()
-        longest = longest_pack(
-            dataset.lengths[used].sum(axis=1),
-            max_tokens=self.args.max_tokens,
-            max_pairs=self.args.train_batch_size,
+        inputs = self._pairs.longest(
+            partial(
+                longest_pack,
+                max_tokens=self.args.max_tokens,
+                max_pairs=self.args.train_batch_size,
+            )
         )
-        indices = used[list(longest)].tolist()
-        inputs = self._scored(dataset).step(indices)
         # weight 0, since not every backend can take gradients back; on each rank the same
         result = self.run_pairs(model, inputs, weight=0.0, with_statistics=True, ranks=Ranks())
         model.zero_grad()
@@ -410,7 +407,7 @@ class SDPOTrainer(Trainer):
         self._is_rehearsed = True
         logger.info(
             "check: longest pack rehearsed: %d pairs, %d tokens, peak memory %.2f GiB",
-            len(indices),
+            len(inputs[0]),
             result.counts.executed_tokens,
             peak_memory_bytes(self.args.device) / 2**30,
         )
@@ -439,12 +436,10 @@ class SDPOTrainer(Trainer):
         is_first = step == 1 and self.args.logging_first_step
         return is_first or step % self.state.logging_steps == 0
 
-    def _loader(self, dataset: PairDataset, batches: StepBatches) -> DataLoader:
-        return StepLoader(
-            self._scored(dataset),
-            batch_sampler=batches,
-            collate_fn=collate,
-            num_workers=self.args.dataloader_num_workers,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-        )
+
+class _ScoredError(Exception):
+    """Ends a training loop that was started for the sake of its sharded model."""
+
+    def __init__(self, num_pairs: int) -> None:
+        self.num_pairs = num_pairs
+        super().__init__(num_pairs)

@@ -90,9 +90,10 @@ class PairDataset:
         index %= len(self)
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1
         row = index - int(self._starts[batch])
-        # Copies, because the map is read-only and torch.from_numpy wants memory it may write to.
+        # views of the map: the ids are read from disk by whoever lays the pair out, so each rank of
+        # a step reads only its own
         prompt, chosen, rejected = (
-            values[offsets[row] : offsets[row + 1]].copy() for offsets, values in self._ids[batch]
+            values[offsets[row] : offsets[row + 1]] for offsets, values in self._ids[batch]
         )
         pair_id, content_hash = int(self.pair_ids[index]), self.content_hashes[index]
         return Pair(pair_id, prompt, chosen, rejected, content_hash)

@@ -19,20 +19,14 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from sdpo_scale.data.pairs import PairDataset
-from sdpo_scale.packing.layout import PackLayout, build_layout
-from sdpo_scale.packing.plan import plan_step
-
-__all__ = ["NonFiniteError", "ReferenceCache", "ReferenceLogprobs", "score_pairs"]
+__all__ = ["NonFiniteError", "ReferenceCache", "ReferenceLogprobs", "ResponseLogprobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +41,6 @@ _SCHEMA = pa.schema(
         ("rejected_logprobs", pa.list_(pa.float32())),
     ]
 )
-_PAIRS_PER_SHARD = 256
 
 
 class NonFiniteError(RuntimeError):
@@ -74,18 +67,18 @@ class NonFiniteError(RuntimeError):
 class ReferenceLogprobs:
     """The reference log-probabilities of a data set's pairs, in the order of the data set."""
 
-    def __init__(self, cache: "ReferenceCache", rows: NDArray[np.int64]) -> None:
-        """Binds rows of the cache, one per pair of the data set."""
+    def __init__(self, cache: "ReferenceCache", content_hashes: Sequence[bytes]) -> None:
+        """Binds a cache, which may be filled later than this is made."""
         self._cache = cache
-        self._rows = rows
+        self._content_hashes = content_hashes
 
     def __len__(self) -> int:
         """Number of pairs."""
-        return len(self._rows)
+        return len(self._content_hashes)
 
     def __getitem__(self, index: int) -> ResponseLogprobs:
         """Log-probabilities of the pair at ``index`` of the data set."""
-        return self._cache.read(int(self._rows[index]))
+        return self._cache.read(self._cache.row(self._content_hashes[index]))
 
 
 class ReferenceCache:
@@ -126,9 +119,9 @@ class ReferenceCache:
         """Number of pairs in the cache."""
         return len(self._row_of_hash)
 
-    def rows(self, content_hashes: Sequence[bytes]) -> NDArray[np.int64]:
-        """int64 [N]: the row of each pair in this cache, −1 where it is missing."""
-        return np.array([self._row_of_hash.get(h, -1) for h in content_hashes], dtype=np.int64)
+    def row(self, content_hash: bytes) -> int:
+        """The row of a pair in this cache, −1 where it is missing."""
+        return self._row_of_hash.get(content_hash, -1)
 
     def read(self, row: int) -> ResponseLogprobs:
         """Log-probabilities of a row, without a copy."""
@@ -158,86 +151,6 @@ class ReferenceCache:
         self._table = pa.concat_tables([self._table, table])
         for offset, content_hash in enumerate(table["content_hash"].to_pylist()):
             self._row_of_hash[content_hash] = first + offset
-
-
-def score_pairs(
-    dataset: PairDataset,
-    cache: ReferenceCache,
-    *,
-    forward: Callable[[PackLayout], Tensor],
-    max_tokens: int,
-    indices: NDArray[np.int64] | None = None,
-    share: slice = slice(None),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> ReferenceLogprobs:
-    """Fills the cache with the pairs of a data set that it lacks.
-
-    Uses the packs of training, no random numbers and no gradient. Killed at any moment it continues
-    from the last complete shard.
-
-    Args:
-        dataset: the pairs.
-        cache: of the reference model's key.
-        forward: layout → float [R] log-probabilities of its response tokens.
-        max_tokens: the most tokens of one pack.
-        indices: the pairs to score, where a run uses fewer than there are; all if None.
-        share: which of the pairs that are missing are scored here; other ranks score the others,
-            and ``ReferenceCache.refresh`` finds them.
-        on_progress: called with (pairs scored, pairs to score) after each pack.
-
-    Returns:
-        Log-probabilities in the order of ``dataset``; reading one that was not to be scored is an
-        error.
-
-    Raises:
-        NonFiniteError: a log-probability is NaN or infinite; nothing of its shard is stored.
-    """
-    hashes = dataset.content_hashes
-    wanted = np.arange(len(dataset)) if indices is None else np.unique(indices)
-    missing = wanted[cache.rows([hashes[i] for i in wanted]) < 0]
-    logger.info(
-        "reference: %d of %d pairs in the cache, %d to score",
-        len(wanted) - len(missing),
-        len(wanted),
-        len(missing),
-    )
-    missing = missing[share]
-    done = 0
-    for start in range(0, len(missing), _PAIRS_PER_SHARD):
-        window = missing[start : start + _PAIRS_PER_SHARD]
-        scored: dict[int, ResponseLogprobs] = {}
-        for pack in _score_window(dataset, window, forward=forward, max_tokens=max_tokens):
-            scored.update(pack)
-            if on_progress is not None:
-                on_progress(done + len(scored), len(missing))
-        bad = [dataset[i].pair_id for i, pair in scored.items() if not _all_finite(pair)]
-        if bad:
-            raise NonFiniteError("a reference log-probability", sorted(bad))
-        cache.append([hashes[i] for i in window], [scored[int(i)] for i in window])
-        done += len(window)
-    return ReferenceLogprobs(cache, cache.rows(hashes))
-
-
-def _score_window(
-    dataset: PairDataset,
-    window: NDArray[np.int64],
-    *,
-    forward: Callable[[PackLayout], Tensor],
-    max_tokens: int,
-) -> Iterator[dict[int, ResponseLogprobs]]:
-    plan = plan_step(dataset.lengths[window].sum(axis=1), max_tokens=max_tokens)
-    for micro_batch in plan.micro_batches:
-        indices = [int(window[position]) for position in micro_batch.positions]
-        layout = build_layout([dataset[i].tokens for i in indices])
-        with torch.no_grad():
-            logprobs_R = forward(layout).float().cpu().numpy()
-        ends = np.cumsum(dataset.lengths[indices][:, 1:].reshape(-1))
-        parts = np.split(logprobs_R, ends[:-1])
-        yield {i: (parts[2 * n], parts[2 * n + 1]) for n, i in enumerate(indices)}
-
-
-def _all_finite(pair: ResponseLogprobs) -> bool:
-    return all(bool(np.isfinite(part).all()) for part in pair)
 
 
 def _shard_name(contents: bytes) -> str:

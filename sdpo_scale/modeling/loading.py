@@ -6,12 +6,13 @@ option or row is named before anything expensive starts.
 
 import hashlib
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import deepspeed as deepspeed_state
 
 from sdpo_scale import demo
 from sdpo_scale.modeling.attention import select_backend
@@ -118,26 +118,13 @@ def load_model(name: str, **kwargs: Any) -> PreTrainedModel:
     Float32 parameters are the master weights: at DPO's learning rates (about 1e-6) an update is
     smaller than bfloat16's resolution and would be rounded away. Computation in bfloat16 is
     autocast's job.
+
+    Under FSDP2 with ``fsdp_cpu_ram_efficient_loading`` the first process of each node reads them
+    and the others hold empty ones until sharding; under ZeRO-3 they are partitioned as they are
+    read.
     """
     kwargs.setdefault("dtype", torch.float32)
-    with _whole_parameters():
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
-
-
-@contextmanager
-def _whole_parameters() -> Iterator[None]:
-    """Loads whole parameters under ZeRO-3 too, which would partition them while they are read.
-
-    They are the reference, which is scored and fingerprinted before the engine exists.
-    """
-    reference: Any = deepspeed_state._hf_deepspeed_config_weak_ref
-    config = reference() if reference is not None else None
-    deepspeed_state.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        if config is not None:
-            deepspeed_state.set_hf_deepspeed_config(config)
+    return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 
 
 def prepare_model(
@@ -164,23 +151,36 @@ def matmul_parameters(model: PreTrainedModel) -> dict[str, int]:
     """Parameters in matrix products: ``body_parameters`` and ``head_parameters``."""
     modules: Any = model.get_output_embeddings(), model.get_input_embeddings()
     head, embedding = (module.weight for module in modules)
-    tables = head.numel() + (0 if head is embedding else embedding.numel())
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"body_parameters": num_parameters - tables, "head_parameters": head.numel()}
+    tables = _numel(head) + (0 if head is embedding else _numel(embedding))
+    num_parameters = sum(map(_numel, model.parameters()))
+    return {"body_parameters": num_parameters - tables, "head_parameters": _numel(head)}
 
 
-def model_fingerprint(model: PreTrainedModel) -> str:
+def _numel(parameter: Any) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3's are empty in between
+
+
+def model_fingerprint(
+    model: PreTrainedModel,
+    *,
+    gathered: Callable[[Tensor], AbstractContextManager[None]] | None = None,
+) -> str:
     """SHA-256 over the config and the bytes of every parameter and buffer.
 
     Contents, not names or times: weights replaced in the same folder give another fingerprint.
+
+    Args:
+        model: any model.
+        gathered: a context within which a tensor of the model is whole, if it is not already.
     """
     digest = hashlib.sha256()
     config = model.config.to_dict()
     for key in ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"):
         config.pop(key, None)
     digest.update(repr(sorted(config.items(), key=lambda item: item[0])).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        contiguous = tensor.detach().to("cpu").contiguous()
-        digest.update(contiguous.view(-1).view(torch.uint8).numpy().data)
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        with gathered(tensor) if gathered is not None else nullcontext():
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            contiguous = tensor.detach().to("cpu").contiguous()
+            digest.update(contiguous.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -36,7 +36,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["PackLayout", "RowSelection", "TokenTriple", "build_layout", "select_rows"]
+__all__ = [
+    "PackLayout",
+    "RowSelection",
+    "TokenTriple",
+    "build_idle_layout",
+    "build_layout",
+    "select_rows",
+]
 
 TokenTriple = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 """Token ids of a pair's prompt, chosen and rejected response; the prompt has at least one."""
@@ -151,6 +158,15 @@ class RowSelection:
     """int32 [S'+1], cumulative key lengths, strictly increasing from 0 to K'."""
     kv_index_K: Tensor
     """int64 [K'], indices into the kept rows, not into the pack."""
+
+
+def build_idle_layout(pair: TokenTriple) -> PackLayout:
+    """The smallest pack: what a rank executes while others have work and it has none.
+
+    Sharded modules need the same collectives from every rank, and both backends fail on 0 tokens.
+    """
+    prompt, chosen, rejected = pair
+    return build_layout([(prompt[:1], chosen[:1], rejected[: int(len(chosen) == 0)])])
 
 
 def select_rows(layout: PackLayout, kept: Sequence[tuple[int, int]]) -> RowSelection:

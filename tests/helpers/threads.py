@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: enough for a step, whose only communication is a sum."""
+"""Ranks as threads of one process: enough for a step, and for scoring the reference."""
 
 import threading
 from collections.abc import Callable
@@ -13,18 +13,25 @@ from sdpo_scale.record import Ranks
 def run_ranks(world_size: int, function: Callable[[Ranks], Any]) -> list[Any]:
     """The results of a function on every rank; a rank that waits alone fails after 60 seconds."""
     barrier = threading.Barrier(world_size, timeout=60)
-    parts: list[torch.Tensor | None] = [None] * world_size
+    parts: list[Any] = [None] * world_size
 
     def run(rank: int) -> Any:
-        def total(tensor: torch.Tensor) -> torch.Tensor:
-            parts[rank] = tensor
+        def gather(value: Any) -> list[Any]:
+            parts[rank] = value
             barrier.wait()
-            result = torch.stack([part for part in parts if part is not None]).sum(dim=0)
+            everything = list(parts)
             barrier.wait()
-            return result
+            return everything
 
+        ranks = Ranks(
+            rank=rank,
+            world_size=world_size,
+            sum=lambda tensor: torch.stack(gather(tensor)).sum(dim=0),
+            gather=gather,
+            wait=lambda _what: gather(None) and None,
+        )
         try:
-            return function(Ranks(rank=rank, world_size=world_size, sum=total))
+            return function(ranks)
         except BaseException:
             barrier.abort()
             raise

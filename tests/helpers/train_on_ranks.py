@@ -16,7 +16,7 @@ _FSDP2 = {
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
@@ -29,7 +29,7 @@ def main() -> None:
     changes: list[str] = []
     if backend.startswith("zero"):
         changes = _prepare_deepspeed()
-    from sdpo_scale.config import read_config
+    from sdpo_scale.options import read_config
     from sdpo_scale.trainer import SDPOTrainer
 
     logging.getLogger("sdpo_scale").setLevel(logging.INFO)

@@ -15,11 +15,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, GPT2Config
 
-import sdpo_scale.data.reference
 import sdpo_scale.demo
 import sdpo_scale.inputs
+import sdpo_scale.scoring
 from sdpo_scale.cli import main
-from sdpo_scale.config import read_config
+from sdpo_scale.options import read_config
 from sdpo_scale.trainer import SDPOTrainer
 from tests.helpers.runs import (
     chat_rows,
@@ -245,14 +245,14 @@ def test_a_killed_score_goes_on_where_it_was(
     capsys: pytest.CaptureFixture[str],
 ):
     path = write_config(max_tokens=50)
-    monkeypatch.setattr(sdpo_scale.data.reference, "_PAIRS_PER_SHARD", 3)
+    monkeypatch.setattr(sdpo_scale.scoring, "_PAIRS_PER_WINDOW", 3)
     forward, calls = SDPOTrainer._logprobs, []
 
-    def interrupted(self: SDPOTrainer, layout: Any) -> Any:
+    def interrupted(self: SDPOTrainer, model: Any, layout: Any) -> Any:
         calls.append(None)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return forward(self, layout)
+        return forward(self, model, layout)
 
     with monkeypatch.context() as patched:
         patched.setattr(SDPOTrainer, "_logprobs", interrupted)

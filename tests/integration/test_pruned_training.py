@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sdpo_scale.callbacks import PruningFile
-from sdpo_scale.config import read_config
+from sdpo_scale.options import read_config
 from sdpo_scale.pruning import PRESETS
 from tests.helpers.runs import (
     AtStep,

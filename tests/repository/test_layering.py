@@ -24,8 +24,8 @@ FLOORS = (
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
      "modeling.loading", "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("config", "card", "inputs", "weighting", "record", "sharding", "step", "checks", "callbacks",
-     "scoring", "trainer"),
+    ("config", "options", "card", "inputs", "weighting", "record", "sharding", "step", "checks",
+     "callbacks", "checkpoints", "scoring", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
 )

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from sdpo_scale.config import SDPOConfig, read_config
+from sdpo_scale.config import SDPOConfig
+from sdpo_scale.options import read_config
 
 
 def write(tmp_path, text):

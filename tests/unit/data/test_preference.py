@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from sdpo_scale.data.preference import PairDataset, Preparation, prepare_pairs
 from sdpo_scale.data.sources import DataError
+from sdpo_scale.packing.layout import build_layout
 from tests.helpers.toy_tokenizers import build
 
 
@@ -52,11 +52,13 @@ def test_pairs_keep_order_and_identity_over_chunks_and_batches(tmp_path):
             dataset[index]
 
 
-def test_pairs_can_be_turned_into_tensors(tmp_path):
+def test_a_pair_is_read_from_disk_only_by_who_lays_it_out(tmp_path):
     dataset, _ = prepare(numbered(1), tmp_path)
+    assert not any(ids.flags.owndata for ids in dataset[0].tokens)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.from_numpy(dataset[0].prompt_ids).tolist() == dataset[0].prompt_ids.tolist()
+        layout = build_layout([dataset[0].tokens])
+    assert layout.input_ids_T.tolist() == np.concatenate(dataset[0].tokens).tolist()
 
 
 def test_a_last_batch_that_is_full(tmp_path):

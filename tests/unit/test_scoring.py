@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from sdpo_scale.data.pairs import PairDataset, PairWriter
-from sdpo_scale.data.reference import NonFiniteError, ReferenceCache, score_pairs
+from sdpo_scale.data.reference import NonFiniteError, ReferenceCache, ReferenceLogprobs
 from sdpo_scale.data.tokenization import TokenizedRow
+from sdpo_scale.record import Ranks
+from sdpo_scale.scoring import score_pairs
 from tests.helpers.pairs import random_pairs
+from tests.helpers.threads import run_ranks
 
 PARTS = {"model": "m", "dtype": "float32", "tokenizer": "t", "template": "c", "max_length": "64"}
 
@@ -37,9 +40,10 @@ class Scorer:
     """A model whose log-probability of a token is minus its id; counts what it is asked for."""
 
     def __init__(self):
-        self.num_pairs = 0
+        self.num_pairs = self.num_calls = 0
 
     def __call__(self, layout):
+        self.num_calls += 1
         self.num_pairs += layout.num_pairs
         return -layout.target_ids_R.float()
 
@@ -49,11 +53,25 @@ def pairs():
     return random_pairs(12, seed=4)
 
 
+def score(dataset, cache, forward, *, max_tokens=120, ranks=None, on_progress=None):
+    score_pairs(
+        dataset,
+        cache,
+        forward=forward,
+        indices=np.arange(len(dataset)),
+        max_tokens=max_tokens,
+        hidden_size=16,
+        ranks=ranks or Ranks(),
+        on_progress=on_progress or (lambda done, total: None),
+    )
+
+
 def fill(pairs, folder, *, parts=PARTS, forward=None, max_tokens=120):
     scorer = forward or Scorer()
     dataset = dataset_of(pairs, folder / "tokens")
     cache = ReferenceCache(folder / "reference", parts)
-    return score_pairs(dataset, cache, forward=scorer, max_tokens=max_tokens), scorer, dataset
+    score(dataset, cache, scorer, max_tokens=max_tokens)
+    return ReferenceLogprobs(cache, dataset.content_hashes), scorer, dataset
 
 
 def assert_right(reference, dataset):
@@ -117,7 +135,7 @@ def test_case_ref_08_a_damaged_file_is_noticed_and_scored_anew(damage, pairs, tm
 
 
 def test_a_killed_run_continues_from_its_complete_shards(pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr("sdpo_scale.data.reference._PAIRS_PER_SHARD", 5)
+    monkeypatch.setattr("sdpo_scale.scoring._PAIRS_PER_WINDOW", 5)
 
     class Killed(Scorer):
         def __call__(self, layout):
@@ -148,13 +166,7 @@ def test_progress_is_reported_pair_by_pair(pairs, tmp_path):
     seen = []
     dataset = dataset_of(pairs, tmp_path / "tokens")
     cache = ReferenceCache(tmp_path / "reference", PARTS)
-    score_pairs(
-        dataset,
-        cache,
-        forward=Scorer(),
-        max_tokens=120,
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
+    score(dataset, cache, Scorer(), on_progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (12, 12)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 
@@ -165,3 +177,33 @@ def test_the_error_keeps_its_pairs_when_pickled_and_shortens_long_lists():
     error = pickle.loads(pickle.dumps(NonFiniteError("the loss", list(range(12)))))
     assert error.pair_ids == tuple(range(12))
     assert str(error).endswith("8, 9 and 2 more")
+
+
+@pytest.mark.parametrize("shares_folder", [True, False], ids=["one folder", "a folder per node"])
+@pytest.mark.parametrize("num_known", [0, 5])
+def test_case_ref_02_each_pair_is_scored_once_by_some_rank_and_known_to_all(
+    shares_folder, num_known, pairs, tmp_path
+):
+    """Three ranks, of which the last two stand for nodes of their own; more ranks than packs."""
+    dataset = dataset_of(pairs, tmp_path / "tokens")
+    folders = [tmp_path / ("0" if shares_folder else str(rank)) for rank in range(3)]
+    if num_known:  # on the first node only
+        score(
+            dataset_of(pairs[:num_known], tmp_path / "few"),
+            ReferenceCache(folders[0], PARTS),
+            Scorer(),
+        )
+    scorers = [Scorer() for _ in range(3)]
+
+    def run(ranks):
+        cache = ReferenceCache(folders[ranks.rank], PARTS)
+        score(dataset, cache, scorers[ranks.rank], ranks=ranks, max_tokens=500)
+        return ReferenceLogprobs(cache, dataset.content_hashes)
+
+    for reference in run_ranks(3, run):
+        assert_right(reference, dataset)
+    idle = sum(scorer.num_pairs == 0 for scorer in scorers)
+    missing = len(pairs) - num_known if shares_folder else len(pairs)
+    assert sum(scorer.num_pairs for scorer in scorers) >= missing
+    assert idle == 0, "a rank without pairs runs the smallest pack, for the others' collectives"
+    assert {scorer.num_calls for scorer in scorers} == {scorers[0].num_calls}
