@@ -1,18 +1,16 @@
 """What a user sees while a run goes on: the metrics file and the progress bar."""
 
 import json
-import logging
 import os
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,9 +25,7 @@ from rich.progress import (
 )
 from rich.text import Text
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
-from sdpo_scale.draws import PruningHistory
 from sdpo_scale.metrics import MetricSums, StepCounts
 from sdpo_scale.record import Ranks, StepResult
 
@@ -37,15 +33,12 @@ __all__ = [
     "CONSOLE",
     "MetricsFile",
     "ProgressBar",
-    "PruningFile",
     "StepLog",
     "StopSignal",
     "new_progress",
     "peak_memory_bytes",
     "show_progress",
 ]
-
-logger = logging.getLogger(__name__)
 
 CONSOLE = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
 """Progress and log lines share one console, so that they do not overwrite each other; of several
@@ -139,7 +132,6 @@ class StepLog:
         self._beta = beta
         self._is_pruned = is_pruned
         self._steps: tuple[MetricSums, StepCounts] | None = None
-        self._num_logged, self._num_clipped = 0, 0
 
     @property
     def has_steps(self) -> bool:
@@ -164,8 +156,20 @@ class StepLog:
             metrics, counts = self._steps[0] + metrics, self._steps[1] + counts
         self._steps = metrics, counts
 
-    def line(self, grad_norm: float | None, max_grad_norm: float) -> dict[str, float]:
-        """The metrics of the steps since the last call, which had at least one."""
+    def line(
+        self,
+        grad_norm: float | None,
+        *,
+        max_grad_norm: float,
+        earlier: Sequence[Mapping[str, float]],
+    ) -> dict[str, float]:
+        """The metrics of the steps since the last call, which had at least one.
+
+        Args:
+            grad_norm: of the latest step, before clipping.
+            max_grad_norm: what it is clipped to; 0 for no clipping.
+            earlier: the lines before, those of a run that is resumed included.
+        """
         assert self._steps is not None
         metrics, counts = self._steps
         self._steps = None
@@ -173,53 +177,11 @@ class StepLog:
         if self._is_pruned:
             line.update(counts.means(**self.sizes))
         if grad_norm is not None:
-            self._num_logged += 1
-            self._num_clipped += grad_norm > max_grad_norm > 0
-            line["clipped_fraction"] = self._num_clipped / self._num_logged
+            norms = [line["grad_norm"] for line in earlier if "clipped_fraction" in line]
+            clipped = [norm > max_grad_norm > 0 for norm in (*norms, grad_norm)]
+            line["clipped_fraction"] = sum(clipped) / len(clipped)
         names = ("pairs_per_second", "tokens_per_second", "peak_memory_gib")
         return {**line, **{name: self.numbers[name] for name in names}}
-
-
-class PruningFile(TrainerCallback):
-    """Keeps what draws depend on in every checkpoint, so that a resumed run makes the same ones."""
-
-    NAME = "pruning_history.npz"
-
-    def __init__(self) -> None:
-        """Starts with an empty history, which training goes on changing."""
-        self.history = PruningHistory()
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Writes the file beside and renames it, so it is whole or absent."""
-        if not state.is_world_process_zero:
-            return
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        aside = folder / f".{self.NAME}"
-        with aside.open("wb") as file:
-            arrays: dict[str, Any] = self.history.state_dict()
-            np.savez(file, **arrays)
-        aside.replace(folder / self.NAME)
-
-    def restore(self, output_dir: Path, checkpoint: str | bool) -> None:
-        """Brings the history to the state of the checkpoint that training resumes from.
-
-        Args:
-            output_dir: where checkpoints are.
-            checkpoint: a checkpoint's folder, or True for the latest.
-        """
-        folder = get_last_checkpoint(str(output_dir)) if checkpoint is True else checkpoint
-        path = Path(str(folder)) / self.NAME
-        if path.is_file():
-            with np.load(path) as arrays:
-                self.history.load_state_dict(arrays)
-        else:
-            logger.warning(
-                "%s is not there: pruning draws will differ from those of the run that was saved, "
-                "and stay unbiased",
-                path,
-            )
 
 
 class StopSignal(TrainerCallback):

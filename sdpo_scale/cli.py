@@ -136,15 +136,9 @@ def _verify(options: argparse.Namespace, args: Any) -> dict[str, Any]:
 
 
 def _train(args: Any) -> dict[str, Any]:
-    from transformers.trainer_utils import get_last_checkpoint
-
     start = time.perf_counter()
     trainer = _trainer(args)
-    resume = args.resume_from_checkpoint
-    if resume == "auto":  # a restarted job goes on, a new one starts
-        has_output = Path(args.output_dir).is_dir()
-        resume = get_last_checkpoint(args.output_dir) if has_output else None
-    trained = trainer.train(resume)
+    trained = trainer.train(args.resume_from_checkpoint)
     if trainer.stop_signal.was_received:
         _end(trainer)
         raise _StoppedError(

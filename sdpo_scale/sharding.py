@@ -15,10 +15,15 @@ number of ranks. What else differs:
              within the backward of that one
 """
 
+import logging
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import (
@@ -36,6 +41,8 @@ from sdpo_scale.record import Ranks
 
 __all__ = ["Sharding"]
 
+logger = logging.getLogger(__name__)
+
 _DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
@@ -45,6 +52,7 @@ class Sharding:
     def __init__(self, accelerator: Accelerator) -> None:
         """Takes the accelerator that knows backend and ranks."""
         self._accelerator = accelerator
+        self._is_converted = False
         self.ranks = Ranks(
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
@@ -53,11 +61,17 @@ class Sharding:
         )
 
     @property
+    def name(self) -> str:
+        """What a checkpoint's format follows from: none (DDP as well), FSDP, ZeRO-1, -2 or -3."""
+        if self._accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return f"ZeRO-{self._accelerator.state.deepspeed_plugin.zero_stage}"
+        is_fsdp = self._accelerator.distributed_type == DistributedType.FSDP
+        return "FSDP" if is_fsdp else "none"
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether a rank holds but a part of the parameters: FSDP2 and ZeRO-3."""
-        kind = self._accelerator.distributed_type
-        plugin = self._accelerator.state.deepspeed_plugin
-        return kind == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
+        return self.name in ("FSDP", "ZeRO-3")
 
     def sharded(self, model: nn.Module) -> nn.Module | None:
         """The module that gathers its shards as it runs; None until Accelerate has made it."""
@@ -92,19 +106,48 @@ class Sharding:
         self._accelerator.backward(loss * self.ranks.world_size)
 
     def before_first_step(self, optimizer: Any, global_step: int) -> None:
-        """Undoes the step that DeepSpeed takes on gradients of 0 to allocate optimizer state.
+        """Corrects the number of updates that Adam has counted under DeepSpeed (0.19).
 
-        Adam counts it, and the bias correction of its first real update would be that of the
-        second: with β = (0.9, 0.999) the update would have 0.74 of its size (DeepSpeed 0.19,
-        ``initialize_optimizer_states``). Moments are still 0, so only the count is wrong.
+        To allocate optimizer state DeepSpeed takes a step on gradients of 0, and Adam counts it:
+        the bias correction of its first real update would be that of the second, and with β = (0.9,
+        0.999) the update would have 0.74 of its size (``initialize_optimizer_states``). Moments are
+        still 0, so only the count is wrong. A checkpoint that was converted for another number of
+        ranks gives all groups of parameters one and the same count, which each of them then
+        advances (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
         """
-        if global_step > 0 or self._accelerator.distributed_type != DistributedType.DEEPSPEED:
+        is_deepspeed = self._accelerator.distributed_type == DistributedType.DEEPSPEED
+        if not is_deepspeed or (global_step > 0 and not self._is_converted):
             return
         while hasattr(optimizer, "optimizer"):  # Accelerate's wrapper, the engine's, torch's
             optimizer = optimizer.optimizer
         for state in optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
-                state["step"].zero_()
+                state["step"] = torch.full_like(state["step"], global_step)
+
+    def before_resume(self, checkpoint: Path) -> None:
+        """Makes ZeRO's checkpoint fit this number of ranks: it is converted once, by the first.
+
+        Checkpoints of the other kinds are read by any number of ranks as they are.
+        """
+        if self._accelerator.distributed_type != DistributedType.DEEPSPEED:
+            return
+        tag = (checkpoint / "latest").read_text("utf-8").strip()
+        num_saved = len(list((checkpoint / tag).glob("*_optim_states.pt")))
+        if num_saved == self.ranks.world_size:
+            return
+        universal = checkpoint / f"{tag}_universal"
+        if self.ranks.is_first_of_node and not (checkpoint / "latest_universal").is_file():
+            logger.info("%s: converting %d ranks' state for any number", checkpoint, num_saved)
+            folders = ["--input_folder", str(checkpoint / tag), "--output_folder", str(universal)]
+            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders]
+            command.append("--inject_missing_state")  # what only Megatron's checkpoints have
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise RuntimeError(f"DeepSpeed could not convert {checkpoint}: {done.stderr}")
+        self.ranks.wait(f"{checkpoint} to be converted")
+        config = self._accelerator.state.deepspeed_plugin.deepspeed_config
+        config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
+        self._is_converted = True
 
     def export_whole(self) -> None:
         """From now on a saved model is whole: FSDP2's checkpoints may be sharded, an export not."""

@@ -22,18 +22,18 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from sdpo_scale.callbacks import (
     MetricsFile,
     ProgressBar,
-    PruningFile,
     StepLog,
     StopSignal,
     new_progress,
     peak_memory_bytes,
 )
 from sdpo_scale.card import model_card
+from sdpo_scale.checkpoints import Checkpoints, restore_history, saving_in
 from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import StepPairs
 from sdpo_scale.data.pairs import Pair
-from sdpo_scale.draws import StepDraw
+from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.metrics import MetricSums
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
@@ -61,7 +61,9 @@ class SDPOTrainer(Trainer):
     * ``train``: fills the reference cache and runs the checks before the first step.
     * ``training_step``: one whole optimizer step, by ``step.run_step``.
     * ``evaluation_loop``, ``log``: TRL's metrics from sums over pairs, and those of pruning.
+    * ``create_scheduler``: scores a sharded reference.
     * ``save_model``: the whole model, however it is sharded.
+    * ``_save_checkpoint``: complete or absent.
     * ``floating_point_ops``, ``create_model_card``: say what was executed and how.
     """
 
@@ -115,12 +117,20 @@ class SDPOTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        self._train_batch_size = args.per_device_train_batch_size  # what checkpoints compare it to
         self.remove_callback(PrinterCallback)
         self.add_callback(MetricsFile(args.output_path / "metrics.jsonl"))
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
         self._sharding = Sharding(self.accelerator)
-        self._sharding.check_same(inputs.fingerprints(args))
+        options = inputs.fingerprints(args)
+        self._sharding.check_same(options)
+        self._checkpoints = Checkpoints(
+            args.output_path,
+            ranks=self._sharding.ranks,
+            keep=args.save_total_limit,
+            options={**options, "sharding": self._sharding.name},
+        )
         self.stop_signal = StopSignal(self._sharding.ranks, args.device)
         self.add_callback(self.stop_signal)
         self._pruning = args.pruning_options
@@ -142,9 +152,8 @@ class SDPOTrainer(Trainer):
             is_pruned=self._pruning.is_active,
         )
         self.add_callback(ProgressBar(lambda: self.step_log.numbers))
-        self._pruning_file = PruningFile()
+        self._history = PruningHistory()
         if self._pruning.is_active:
-            self.add_callback(self._pruning_file)
             logger.info("pruning: %s (%s)", args.pruning, execution)
         self._recompute = PrunedRecompute.bind(self.model) if execution == "checkpoint" else None
         self._pairs = RunPairs(inputs, args)
@@ -175,14 +184,21 @@ class SDPOTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Trains; arguments as for ``Trainer.train``."""
-        if resume_from_checkpoint:
+        """Trains; arguments as for ``Trainer.train``; ``auto`` resumes where there is a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint cannot be resumed from.
+        """
+        checkpoint = self._checkpoints.resolve(resume_from_checkpoint)
+        if checkpoint is not None:
             self.args.eval_on_start = False  # "on start" is step 0, which the resumed run has had
-            self._pruning_file.restore(self.args.output_path, resume_from_checkpoint)
+            self._sharding.before_resume(checkpoint)
+            if self._pruning.is_active:
+                restore_history(checkpoint, self._history)
         self._open_reference()
         if not self._sharding.shards_parameters:
             self._before_training(self.model)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(str(checkpoint) if checkpoint else None, *args, **kwargs)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -241,7 +257,7 @@ class SDPOTrainer(Trainer):
             model, inputs, weight=1.0, with_statistics=self._will_log(), draw=self.step_draw()
         )
         if result.observations is not None:
-            self._pruning_file.history.observe(result.observations)
+            self._history.observe(result.observations)
         if is_first_update and not self.args.reference_free:
             check_first_step(result.metrics, options=self._options, dtype=self._dtype)
         self._account(inputs[0], result, seconds=time.perf_counter() - start)
@@ -281,7 +297,12 @@ class SDPOTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of the steps since the last call."""
         if "loss" in logs and self.step_log.has_steps:
-            logs.update(self.step_log.line(logs.get("grad_norm"), self.args.max_grad_norm))
+            line = self.step_log.line(
+                logs.get("grad_norm"),
+                max_grad_norm=self.args.max_grad_norm,
+                earlier=self.state.log_history,
+            )
+            logs.update(line)
             logs["num_tokens"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)
 
@@ -290,6 +311,19 @@ class SDPOTrainer(Trainer):
         if not _internal_call:  # not a checkpoint's, which stay sharded
             self._sharding.export_whole()
         super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Saves where nobody looks, and renames what is complete; no public hook surrounds it."""
+        history = self._history if self._pruning.is_active else None
+        best = self.state.best_model_checkpoint
+        step = self.state.global_step
+        with (
+            self._checkpoints.writing(step, history=history, protected=best) as aside,
+            saving_in(aside, self.args, self.state),
+        ):
+            super()._save_checkpoint(model, trial)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(self.args.output_path / f"checkpoint-{step}"))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """FLOPs executed in the latest step."""
@@ -424,7 +458,7 @@ class SDPOTrainer(Trainer):
             return None
         return StepDraw(
             options=self._pruning,
-            history=self._pruning_file.history,
+            history=self._history,
             seed=self.args.seed,
             step=self.state.global_step,
         )

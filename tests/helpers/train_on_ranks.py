@@ -22,8 +22,8 @@ _FSDP2 = {
 }
 
 
-def main() -> None:
-    backend, paths = sys.argv[1], sys.argv[2:]
+def main(arguments: list[str]) -> None:
+    backend, paths = arguments[0], arguments[1:]
     if backend == "fsdp2":
         os.environ.update(_FSDP2)
     changes: list[str] = []
@@ -43,11 +43,23 @@ def main() -> None:
             _ = args.device
             args.distributed_state.distributed_type = DistributedType.MULTI_GPU
         trainer = SDPOTrainer(args=args)
+        if int(os.environ.get("STOP_AT", "0")):
+            trainer.add_callback(_stop_after(int(os.environ["STOP_AT"])))
         trainer.train(args.resume_from_checkpoint)
         _check_backend(backend, trainer)
         trainer.save_model()
         trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def _stop_after(step: int) -> Any:
+    from transformers import TrainerCallback
+
+    class StopAfter(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save = control.should_training_stop = state.global_step == step
+
+    return StopAfter()
 
 
 def _drop_everything() -> None:
@@ -84,4 +96,4 @@ def _check_backend(backend: str, trainer: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from sdpo_scale.callbacks import PruningFile
 from sdpo_scale.options import read_config
 from sdpo_scale.pruning import PRESETS
 from tests.helpers.runs import (
@@ -118,10 +117,10 @@ def test_a_checkpoint_without_history_is_resumed_with_a_warning(
     saved = make(max_steps=3, arguments={"callbacks": [SaveAt(3)]})
     saved.train()
     checkpoint = saved.args.output_path / "checkpoint-3"
-    assert not (checkpoint / PruningFile.NAME).exists()
+    assert not (checkpoint / "pruning_history.npz").exists()
     resumed = make(max_steps=5, pruning="exact-budget")
     resumed.train(str(checkpoint))
-    assert f"{checkpoint / PruningFile.NAME} is not there" in caplog.text
+    assert f"{checkpoint / 'pruning_history.npz'} is not there" in caplog.text
     assert resumed.state.global_step == 5
 
 
