@@ -95,6 +95,8 @@ class MetricsFile(TrainerCallback):
             return
         lines = self.path.read_text("utf-8").splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= state.global_step]
+        # a summary of the start that ended here is none of the run
+        kept = [line for line in kept if "train_runtime" not in json.loads(line)]
         aside = self.path.with_suffix(".tmp")
         aside.write_text("".join(kept), "utf-8")
         aside.replace(self.path)
