@@ -8,6 +8,8 @@ default.
 import dataclasses
 import difflib
 import importlib.util
+import json
+import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,8 @@ from sdpo_scale.objectives import OBJECTIVES, Objective
 from sdpo_scale.pruning import Pruning
 
 __all__ = ["SDPOConfig", "nearest"]
+
+logger = logging.getLogger(__name__)
 
 _REFUSED = {
     "per_device_train_batch_size": "set train_batch_size, pairs per optimizer step over all ranks",
@@ -91,6 +95,11 @@ class SDPOConfig(TrainingArguments):
     max_tokens: int = field(default=8192)
     """Most tokens of one micro-batch. Changes speed and memory, never the result."""
 
+    gradient_reduction: str = field(default="micro_batch")
+    """When FSDP2 sums gradients over ranks: after each ``micro_batch``, into shards, or after the
+    ``last`` one of a step, which communicates less and keeps every layer's whole gradient until
+    then. DDP does the latter, ZeRO the former."""
+
     loss_type: str | list[str] = field(default="sigmoid")
     """sigmoid, hinge, ipo or robust."""
     beta: float = field(default=0.1)
@@ -154,6 +163,8 @@ class SDPOConfig(TrainingArguments):
             has_tensorboard = importlib.util.find_spec("tensorboard") is not None
             self.report_to = ["tensorboard"] if has_tensorboard else []
         self.disable_tqdm = True  # the run shows its own progress
+        if self.deepspeed is not None:
+            self.deepspeed = _deepspeed_options(self.deepspeed)
         super().__post_init__()
         if self.ddp_find_unused_parameters is None:
             # every parameter takes part in every micro-batch, and layers that are recomputed are
@@ -236,6 +247,7 @@ class SDPOConfig(TrainingArguments):
         for name, choices in (
             ("truncation_mode", ("keep_start", "keep_end")),
             ("on_bad_row", ("error", "skip")),
+            ("gradient_reduction", ("micro_batch", "last")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -263,6 +275,35 @@ class SDPOConfig(TrainingArguments):
                 "eval_holdout takes evaluation pairs from train_dataset, but eval_dataset is set "
                 "as well; drop one of them"
             )
+
+
+def _deepspeed_options(given: str | dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's options, with what follows from the run's own left to be filled in.
+
+    Batch sizes have no meaning there, since a step has ``train_batch_size`` pairs however they are
+    executed. Clipping that only one of both sides knows of would silently not happen.
+    """
+    if isinstance(given, str):
+        path = Path(given)
+        if not path.is_file():
+            raise ValueError(f"option deepspeed: there is no file {given!r}")
+        try:
+            options = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"option deepspeed: {given} is not JSON: {error}") from error
+    else:
+        options = dict(given)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name in sizes:
+        if options.get(name, "auto") != "auto":
+            logger.warning(
+                "option deepspeed: %s = %s has no effect, train_batch_size and max_tokens decide",
+                name,
+                options[name],
+            )
+        options[name] = "auto"
+    options.setdefault("gradient_clipping", "auto")
+    return options
 
 
 def nearest(name: str, names: Any) -> str:

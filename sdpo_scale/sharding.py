@@ -9,8 +9,9 @@ number of ranks. What else differs:
 
     DDP      gradients are reduced in the last micro-batch of a step; forward and backward of the
              others run in ``no_sync``
-    FSDP2    every micro-batch's gradients are reduce-scattered into shards and add up there: those
-             of all layers at once, unsharded, do not fit where sharding is needed
+    FSDP2    every micro-batch's gradients are reduce-scattered into shards and add up there, since
+             those of all layers at once, unsharded, do not fit where sharding is needed; where they
+             do, ``gradient_reduction: last`` is as under DDP
     ZeRO     the engine is told whether a micro-batch is the step's last; it updates parameters
              within the backward of that one
 """
@@ -49,9 +50,15 @@ _DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 class Sharding:
     """The ranks of a run and how a step's gradients meet."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        """Takes the accelerator that knows backend and ranks."""
+    def __init__(self, accelerator: Accelerator, *, gradient_reduction: str) -> None:
+        """Takes the accelerator that knows backend and ranks, and ``micro_batch`` or ``last``.
+
+        Raises:
+            ValueError: ``last`` under ZeRO.
+        """
         self._accelerator = accelerator
+        reduces_last = {*_DDP, *([DistributedType.FSDP] if gradient_reduction == "last" else [])}
+        self._reduces_last = accelerator.distributed_type in reduces_last
         self._is_converted = False
         self.ranks = Ranks(
             rank=accelerator.process_index,
@@ -59,6 +66,11 @@ class Sharding:
             is_first_of_node=accelerator.is_local_main_process,
             **(_COLLECTIVES if accelerator.num_processes > 1 else {}),
         )
+        if gradient_reduction == "last" and self.name.startswith("ZeRO"):
+            raise ValueError(
+                "gradient_reduction 'last' is refused: ZeRO reduces gradients as they are made; "
+                "leave it out, or use FSDP2"
+            )
 
     @property
     def name(self) -> str:
@@ -72,6 +84,21 @@ class Sharding:
     def shards_parameters(self) -> bool:
         """Whether a rank holds but a part of the parameters: FSDP2 and ZeRO-3."""
         return self.name in ("FSDP", "ZeRO-3")
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives every rank the first one's buffers, where it alone has read the model."""
+        if self.name != "FSDP" or self.ranks.world_size == 1:
+            return
+        if not self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            logger.warning(
+                "fsdp_cpu_ram_efficient_loading is off: each of a node's processes reads the whole "
+                "model into the host's memory"
+            )
+            return
+        for buffer in model.buffers():
+            shared = buffer.to(self._accelerator.device)
+            dist.broadcast(shared, src=0)
+            buffer.copy_(shared)
 
     def sharded(self, model: nn.Module) -> nn.Module | None:
         """The module that gathers its shards as it runs; None until Accelerate has made it."""
@@ -91,11 +118,11 @@ class Sharding:
     @contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
         """The context of one micro-batch's forward, and of its backward."""
-        is_ddp = self._accelerator.distributed_type in _DDP
+        waits = self._reduces_last and not is_last
         state = self._accelerator.gradient_state
         state._set_sync_gradients(is_last)
         try:
-            with self._accelerator.no_sync(model) if is_ddp and not is_last else nullcontext():
+            with self._accelerator.no_sync(model) if waits else nullcontext():
                 yield
         finally:
             # outside of steps the optimizer is to work: its state is allocated by stepping, say

@@ -122,7 +122,8 @@ class SDPOTrainer(Trainer):
         self.add_callback(MetricsFile(args.output_path / "metrics.jsonl"))
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
-        self._sharding = Sharding(self.accelerator)
+        self._sharding = Sharding(self.accelerator, gradient_reduction=args.gradient_reduction)
+        self._sharding.share_buffers(self.model)
         options = inputs.fingerprints(args)
         self._sharding.check_same(options)
         self._checkpoints = Checkpoints(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -21,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import is_fsdp_enabled
 
 from sdpo_scale import demo
 from sdpo_scale.modeling.attention import select_backend
@@ -119,12 +121,27 @@ def load_model(name: str, **kwargs: Any) -> PreTrainedModel:
     smaller than bfloat16's resolution and would be rounded away. Computation in bfloat16 is
     autocast's job.
 
-    Under FSDP2 with ``fsdp_cpu_ram_efficient_loading`` the first process of each node reads them
-    and the others hold empty ones until sharding; under ZeRO-3 they are partitioned as they are
-    read.
+    Under ZeRO-3 parameters are partitioned as they are read. Under FSDP2 with
+    ``fsdp_cpu_ram_efficient_loading`` the first process alone reads them, and the others get empty
+    ones, whose memory is never touched, until shards are handed out; buffers that are in no file,
+    such as rotary frequencies, come from the first process in ``Sharding.share_buffers``.
     """
     kwargs.setdefault("dtype", torch.float32)
+    is_quantized = "quantization_config" in kwargs
+    if is_fsdp_enabled() and dist.get_rank() > 0 and not is_quantized:
+        return _empty_model(name, **kwargs)
     return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def _empty_model(name: str, *, dtype: torch.dtype | str, **kwargs: Any) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(name, **kwargs)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=kwargs.get("trust_remote_code")
+        )
+    model.to_empty(device="cpu")  # not meta: Accelerate tells parameters apart by their addresses
+    model.tie_weights()
+    return model.eval()
 
 
 def prepare_model(

@@ -6,6 +6,7 @@ On GPUs `sdpo-scale train` under the same launcher does all this by itself. On C
 FSDP2 and ZeRO only after what is done here: without it, runs are silently replicated.
 """
 
+import json
 import logging
 import os
 import sys
@@ -24,32 +25,41 @@ _FSDP2 = {
 
 def main(arguments: list[str]) -> None:
     backend, paths = arguments[0], arguments[1:]
-    if backend == "fsdp2":
-        os.environ.update(_FSDP2)
-    changes: list[str] = []
-    if backend.startswith("zero"):
-        changes = _prepare_deepspeed()
-    from sdpo_scale.options import read_config
     from sdpo_scale.trainer import SDPOTrainer
 
     logging.getLogger("sdpo_scale").setLevel(logging.INFO)
     if os.environ.get("DROPS_EVERYTHING") == os.environ["RANK"]:
         _drop_everything()
+    called = _record_collectives() if "COLLECTIVES" in os.environ else []
     for path in paths:
-        args = read_config(path, changes)
-        if backend == "fsdp2":
-            from accelerate.utils import DistributedType
-
-            _ = args.device
-            args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+        args = read_arguments(backend, path)
         trainer = SDPOTrainer(args=args)
         if int(os.environ.get("STOP_AT", "0")):
             trainer.add_callback(_stop_after(int(os.environ["STOP_AT"])))
         trainer.train(args.resume_from_checkpoint)
+        if called:
+            with open(f"{os.environ['COLLECTIVES']}.{os.environ['RANK']}", "w") as file:
+                json.dump(called, file)
         _check_backend(backend, trainer)
         trainer.save_model()
         trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
+
+
+def read_arguments(backend: str, path: str) -> Any:
+    """The config of a run under a backend, which is ready when this returns."""
+    if backend == "fsdp2":
+        os.environ.update(_FSDP2)
+    changes = _prepare_deepspeed() if backend.startswith("zero") else []
+    from accelerate.utils import DistributedType
+
+    from sdpo_scale.options import read_config
+
+    args = read_config(path, changes)
+    if backend == "fsdp2":
+        _ = args.device
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU
+    return args
 
 
 def _stop_after(step: int) -> Any:
@@ -60,6 +70,26 @@ def _stop_after(step: int) -> Any:
             control.should_save = control.should_training_stop = state.global_step == step
 
     return StopAfter()
+
+
+def _record_collectives() -> list[str]:
+    """Names of the collectives that are called from now on, in order."""
+    import torch.distributed as dist
+
+    called: list[str] = []
+
+    def recorded(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        setattr(dist, name, recorded(name))
+    return called
 
 
 def _drop_everything() -> None:
