@@ -22,7 +22,8 @@ FLOORS = (
      "modeling.activation_checkpointing"),
     # 3: the outside world
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
-     "modeling.loading", "data.reference", "data.loader", "metrics"),
+     "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
+     "data.reference", "data.loader", "metrics"),
     # 4: the step
     ("config", "options", "card", "inputs", "weighting", "record", "sharding", "step", "checks",
      "callbacks", "checkpoints", "scoring", "trainer"),
