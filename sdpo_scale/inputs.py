@@ -73,7 +73,7 @@ class RunInputs:
             **{name: str(getattr(args, name)) for name in names},
             **{name: part.path.name if part else "" for name, part in parts.items()},  # a digest
             "pruning": repr(args.pruning_options),
-            "adapter": "" if self.adapter is None else repr(self.adapter.config),
+            "adapter": "" if self.adapter is None else self.adapter.description,
         }
 
 

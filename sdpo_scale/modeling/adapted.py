@@ -71,24 +71,17 @@ def adapter_config_of(model: Any) -> Any:
 def prepare_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     """Makes transformers' activation checkpointing work on frozen weights.
 
-    Under ZeRO-3 a frozen weight is partitioned again before ``use_reentrant=False`` recomputes with
-    it (deepspeedai/DeepSpeed#8148, can go when fixed there), so it is the reentrant kind there; and
-    that kind loses gradients unless its input, the frozen embedding's output, asks for one.
-
-    Raises:
-        ValueError: the config asks for the other kind.
+    The reentrant kind loses all gradients unless its input, the frozen embedding's output, asks for
+    one. It is the default under ZeRO-3, where the other kind was seen to recompute with frozen
+    weights that were partitioned again (deepspeedai/DeepSpeed#8148; not by DeepSpeed 0.19.8 on
+    CPUs, so it can be asked for).
     """
     if not args.activation_checkpointing:
         return
-    given: Any = args.activation_checkpointing_kwargs
+    given: Any = args.activation_checkpointing_kwargs or {}
     if is_deepspeed_zero3_enabled():
-        if (given or {}).get("use_reentrant") is False:
-            raise ValueError(
-                "activation_checkpointing_kwargs: use_reentrant: false loses frozen weights under "
-                "ZeRO-3; leave it out or set it to true"
-            )
-        given = args.activation_checkpointing_kwargs = {**(given or {}), "use_reentrant": True}
-    if (given or {}).get("use_reentrant"):
+        given = args.activation_checkpointing_kwargs = {"use_reentrant": True, **given}
+    if given.get("use_reentrant"):
         base_model_of(model).enable_input_require_grads()
 
 

@@ -134,6 +134,12 @@ class Adapter:
         """Whether all log-ratios are 0 before the first update."""
         return self.is_new or self.reference == "start"
 
+    @property
+    def description(self) -> str:
+        """The options of the adapter as text, the same in every process."""
+        options = self.config.to_dict().items()  # sets in it have another order in each
+        return repr(sorted((n, sorted(v) if isinstance(v, set) else v) for n, v in options))
+
     def check(self, config: PreTrainedConfig) -> None:
         """Adapts the empty model of a config, so that mistakes show before weights are read.
 
