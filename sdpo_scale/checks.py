@@ -193,10 +193,13 @@ def _must_move(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _marks_of(model: nn.Module) -> Tensor:
-    """Two sums of each weight's local part, float64 [n, 2]: a changed weight has others."""
+    """Sum and sum of squares of each weight's local part, float64 [n, 2]: changed, it has others.
+
+    The sum alone would not do: of Adam's first step, as many entries may go up as down.
+    """
     rows = []
     for _, parameter in _must_move(model):
         local: Any = getattr(parameter, "ds_tensor", parameter)  # a rank's part under ZeRO-3
         local = (local.to_local() if hasattr(local, "to_local") else local).detach().double()
-        rows.append(torch.stack([local.sum(), local.abs().sum()]))
+        rows.append(torch.stack([local.sum(), local.square().sum()]))
     return torch.stack(rows)

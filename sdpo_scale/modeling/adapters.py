@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import importlib.util
 import logging
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -148,11 +149,10 @@ class Adapter:
         """
         import peft
 
-        _check_modules(
-            peft.get_peft_model(
-                skeleton_of(config), copy.deepcopy(self.config), low_cpu_mem_usage=True
-            )
-        )
+        empty, own_config = skeleton_of(config), copy.deepcopy(self.config)
+        with warnings.catch_warnings(action="ignore"):  # they come again with the real model
+            adapted = peft.get_peft_model(empty, own_config, low_cpu_mem_usage=True)
+        _check_modules(adapted)
 
     def attach(self, model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         """The model with the adapter, ready to train.

@@ -83,8 +83,8 @@ def merged_model(model: Any, state: dict[str, Tensor]) -> PreTrainedModel:
         skeleton_of(base.config), config, adapter_name=model.active_adapter, low_cpu_mem_usage=True
     )
     empty.load_state_dict(state, assign=True)
+    base_model_of(empty).tie_weights()
     merged: PreTrainedModel = empty.merge_and_unload(safe_merge=True)
-    merged.tie_weights()
     merged.generation_config = base.generation_config
     return merged
 
