@@ -168,7 +168,7 @@ def test_CKP_01_adapter_and_merged_model_load_in_one_process_with_equal_logits(
     live = logits(alone("new").model)
     assert not torch.allclose(live, plain, atol=1e-3)
     for found in (logits(merged), adapted):
-        torch.testing.assert_close(found, live, rtol=1e-5, atol=1e-5)
+        assert (found - live).abs().max() < 1e-5 * live.abs().max()
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero3"])

@@ -14,8 +14,8 @@ def adapted(model: Any, **changes: Any) -> peft.PeftModel:
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.05, generator=generator)
+        if "lora_" in name:
+            parameter.data.normal_(std=0.05 if "lora_B" in name else 0.2, generator=generator)
     return model
 
 
