@@ -55,6 +55,13 @@ class RunInputs:
     """What token ids depend on besides rows: parts of the reference cache's key."""
 
     @property
+    def base_name(self) -> str:
+        """The model that was trained, or that the adapter belongs to."""
+        if self.adapter is not None and self.adapter.folder is not None:
+            return self.adapter.base_name
+        return self.model_name
+
+    @property
     def is_adapter_off_in_reference(self) -> bool:
         """Whether the reference is the model without its adapter."""
         return self.adapter is not None and self.adapter.is_off_in_reference

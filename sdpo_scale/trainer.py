@@ -29,7 +29,7 @@ from sdpo_scale.callbacks import (
     new_progress,
     peak_memory_bytes,
 )
-from sdpo_scale.card import model_card
+from sdpo_scale.card import write_model_card
 from sdpo_scale.checkpoints import Checkpoints, restore_history, saving_in
 from sdpo_scale.checks import AdapterCheck, check_first_step, check_packed_pair, longest_pack
 from sdpo_scale.config import SDPOConfig
@@ -329,10 +329,8 @@ class SDPOTrainer(Trainer):
                 folder,
                 gather=partial(self._sharding.gather, keeps=self.args.should_save),
                 merges=self.args.merge_adapter and not is_checkpoint,
-                writes=self.args.should_save,
+                tokenizer=self.inputs.tokenizer if self.args.should_save else None,
             )
-            if self.args.should_save:
-                self.inputs.tokenizer.save_pretrained(folder)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
             return
@@ -367,21 +365,9 @@ class SDPOTrainer(Trainer):
             kwargs: of ``Trainer.create_model_card``, ``model_name`` (title), ``dataset`` and
                 ``tags``.
         """
-        if not self.is_world_process_zero():
-            return
-        folder = self.args.output_path
-        tags = kwargs.get("tags") or []
-        card = model_card(
-            self.args,
-            title=kwargs.get("model_name") or folder.name,
-            base_model=self.inputs.model_name,
-            dataset=str(kwargs.get("dataset") or self.args.train_dataset or "given in Python"),
-            num_pairs=len(self.inputs.train),
-            num_steps=self.state.global_step,
-            tags=[tags] if isinstance(tags, str) else tags,
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(card, "utf-8")
+        if self.is_world_process_zero():
+            known = {name: kwargs.get(name) for name in ("model_name", "dataset", "tags")}
+            write_model_card(self.args, self.inputs, num_steps=self.state.global_step, **known)
 
     def run_pairs(
         self,

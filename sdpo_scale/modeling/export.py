@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sdpo_scale.modeling.adapted import base_model_of, is_adapter_name, skeleton_of
 
@@ -28,7 +28,7 @@ def save_adapted(
     *,
     gather: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
     merges: bool,
-    writes: bool,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """Saves the adapter in peft's layout, or the whole model in Hugging Face's.
 
@@ -37,7 +37,7 @@ def save_adapted(
         folder: where to.
         gather: name → tensor of the model, to name → whole tensor on the host; on every rank.
         merges: save the base model with the adapter merged into its weights.
-        writes: whether this rank writes; it takes part in gathering in any case.
+        tokenizer: saved as well; None where this rank only takes part in gathering.
 
     Raises:
         RuntimeError: what was written is not whole.
@@ -46,8 +46,9 @@ def save_adapted(
     if not merges:
         state = {name: tensor for name, tensor in state.items() if is_adapter_name(name)}
     whole = gather(state)
-    if not writes:
+    if tokenizer is None:
         return
+    tokenizer.save_pretrained(folder)
     if merges:
         merged = merged_model(model, whole)
         merged.save_pretrained(folder)

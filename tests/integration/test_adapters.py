@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -306,6 +307,9 @@ def test_training_continues_from_a_saved_run_by_its_folder(make: Make, tmp_path:
     second.train()
     (line,) = steps_of(second.state.log_history)
     assert line["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    second.create_model_card()
+    card = ModelCard((second.args.output_path / "README.md").read_text("utf-8")).data
+    assert (card.library_name, card.base_model) == ("peft", str(first.args.model))
 
 
 def test_a_peft_config_gives_the_same_run_as_the_options(make: Make, tmp_path: Path):
