@@ -81,7 +81,7 @@ class SDPOConfig(TrainingArguments):
     load_in_4bit: bool = field(default=False)
     """Read the frozen base model in 4 bits (QLoRA)."""
     load_in_8bit: bool = field(default=False)
-    """Read it in 8 bits."""
+    """Refused by name."""
     bnb_4bit_quant_type: str = field(default="nf4")
     """``nf4`` or ``fp4``."""
     use_bnb_nested_quant: bool = field(default=False)

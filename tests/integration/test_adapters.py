@@ -417,6 +417,8 @@ def test_two_descriptions_of_an_adapter_are_refused(make: Make, files: Path):
         make(**LORA, arguments={"peft_config": given})
     with pytest.raises(ValueError, match="is an adapter already"):
         make(model=files / "adapter", arguments={"peft_config": given})
+    with pytest.raises(ValueError, match="model_init_kwargs: revision could mean"):
+        make(model=files / "adapter", model_init_kwargs={"revision": "main"})
 
 
 def test_a_given_peft_model_must_be_one_that_trains_and_is_saved_whole(files: Path, make: Make):
@@ -442,14 +444,13 @@ def test_a_given_peft_model_must_be_one_that_trains_and_is_saved_whole(files: Pa
     refused(native, r"added by transformers: use peft\.get_peft_model")
 
 
-@pytest.mark.parametrize("option", ["load_in_4bit", "load_in_8bit"])
 def test_a_quantized_model_is_refused_where_the_package_is_missing(
-    option: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ):
     _hide(monkeypatch, "bitsandbytes")
     monkeypatch.setattr("sdpo_scale.inputs.load_model", lambda *_, **__: pytest.fail("was read"))
-    with pytest.raises(ValueError, match=f"{option} needs the package bitsandbytes"):
-        make(**LORA, **{option: True})
+    with pytest.raises(ValueError, match="load_in_4bit needs the package bitsandbytes"):
+        make(**LORA, load_in_4bit=True)
 
 
 def test_a_missing_peft_is_named(make: Make, files: Path, monkeypatch: pytest.MonkeyPatch):
@@ -482,22 +483,39 @@ def test_options_of_quantization_reach_the_loader(make: Make, monkeypatch: pytes
     with pytest.raises(InterruptedError):
         make(**LORA, load_in_4bit=True, use_bnb_nested_quant=True, bf16=True)
     quantized = asked["quantization_config"]
-    assert (quantized.load_in_4bit, quantized.load_in_8bit) == (True, False)
+    assert quantized.load_in_4bit
     assert (quantized.bnb_4bit_quant_type, quantized.bnb_4bit_use_double_quant) == ("nf4", True)
     assert quantized.bnb_4bit_compute_dtype == quantized.bnb_4bit_quant_storage == torch.bfloat16
     assert asked["dtype"] == torch.bfloat16
-    monkeypatch.setattr("sdpo_scale.modeling.adapters.is_fsdp_enabled", lambda: True)
-    with pytest.raises(ValueError, match="load_in_8bit is refused where parameters are sharded"):
-        make(**LORA, load_in_8bit=True)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_adapter_trains_on_a_model_in_4_bits(
+    nested: bool, files: Path, make: Make, caplog: pytest.LogCaptureFixture
+):
+    pytest.importorskip("bitsandbytes")
+    caplog.set_level(logging.INFO, "sdpo_scale")
+    changes = {"use_bnb_nested_quant": nested, "activation_checkpointing": True}
+    trainer = make(**LORA, load_in_4bit=True, **changes, max_steps=2, pruning="exact-budget")
+    trainer.train()
+    assert "check: all 14 trained weights of the adapter changed" in caplog.text
+    sizes, full = trainer.step_log.sizes, make(**LORA).step_log.sizes
+    assert sizes["body_parameters"] == full["body_parameters"]
+    trainer.save_model()
+    base = AutoModelForCausalLM.from_pretrained(
+        files / "model", quantization_config=trainer.model.config.quantization_config
+    )
+    loaded = peft.PeftModel.from_pretrained(base, trainer.args.output_path)
+    assert torch.equal(logits(loaded), logits(trainer.model))
 
 
 def test_a_model_that_is_read_already_cannot_be_quantized(files: Path, make: Make):
     model = AutoModelForCausalLM.from_pretrained(files / "model")
-    with pytest.raises(ValueError, match="load_in_4bit and load_in_8bit act when a model is read"):
+    with pytest.raises(ValueError, match="load_in_4bit acts when a model is read"):
         make(**LORA, load_in_4bit=True, arguments={"model": model})
 
 
-@pytest.mark.parametrize("option", ["load_in_4bit", "load_in_8bit", "merge_adapter"])
+@pytest.mark.parametrize("option", ["load_in_4bit", "merge_adapter"])
 def test_options_of_adapters_need_one(option: str, make: Make):
     with pytest.raises(ValueError, match=f"{option} = True needs an adapter: set use_peft"):
         make(**{option: True})
