@@ -20,7 +20,6 @@ from sdpo_scale.data.tokenization import tokenizer_fingerprint
 from sdpo_scale.modeling.adapted import prepare_checkpointing
 from sdpo_scale.modeling.adapters import (
     Adapter,
-    adapter_folder_has_tokenizer,
     plan_adapter,
     quantization,
 )
@@ -124,7 +123,7 @@ def prepare_inputs(
         folder = model
         if adapter is not None and adapter.folder is not None:
             model = resolve_model_name(adapter.base_name, cache_dir=args.cache_path)
-        path = folder if adapter_folder_has_tokenizer(folder) else model
+        path = folder if (Path(folder) / "tokenizer_config.json").is_file() else model
         config = load_config(model, **hub_options)
         if adapter is not None:
             adapter.check(config)
@@ -148,7 +147,7 @@ def prepare_inputs(
     if isinstance(model, str):
         model = load_model(model, **{**quantized, **init_kwargs})
     if adapter is not None:
-        model = adapter.attach(model, seed=args.seed)
+        model = adapter.attach(model, seed=args.seed, merges=args.merge_adapter)
         prepare_checkpointing(model, args)
     return RunInputs(
         model=model,

@@ -10,6 +10,7 @@ weights, for a layer ``q_proj`` of the base model:
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "adapter_off",
     "base_model_of",
     "base_state",
+    "describe_parameters",
     "is_adapted",
     "is_adapter_name",
     "numel",
@@ -146,3 +148,14 @@ def numel(parameter: Any) -> int:
     if type(parameter).__name__ == "Params4bit":
         count *= 2 * parameter.element_size()
     return count
+
+
+def describe_parameters(model: nn.Module) -> str:
+    """How many parameters are trained and how many frozen, by dtype."""
+    numels: Counter[tuple[bool, torch.dtype]] = Counter()
+    for parameter in model.parameters():
+        numels[parameter.requires_grad, parameter.dtype] += numel(parameter)
+    return ", ".join(
+        f"{count:,} {'trained' if is_trained else 'frozen'} in {dtype}".replace("torch.", "")
+        for (is_trained, dtype), count in sorted(numels.items(), key=str, reverse=True)
+    )

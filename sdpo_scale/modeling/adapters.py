@@ -18,8 +18,6 @@ import dataclasses
 import importlib.util
 import logging
 import warnings
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +28,14 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from sdpo_scale.modeling.adapted import (
     adapter_config_of,
     base_model_of,
+    describe_parameters,
     is_adapted,
     is_adapter_name,
-    numel,
     skeleton_of,
 )
 
 __all__ = [
     "Adapter",
-    "adapter_folder_has_tokenizer",
     "check_adapter_options",
     "plan_adapter",
     "quantization",
@@ -56,6 +53,12 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_bias": ((False,), "merging it needs biases that the base model has not"),
 }
 """Fields of ``LoraConfig`` → the values that are accepted, and why no other."""
+
+_NO_MERGE = (
+    "merge_adapter = True is refused with a quantized model (load_in_4bit): the merged weights "
+    "would be rounded to its precision; export the adapter and merge it into the base model in "
+    "full precision"
+)
 
 
 def check_adapter_options(options: Any) -> None:
@@ -92,11 +95,7 @@ def check_adapter_options(options: Any) -> None:
             "of the parameters alone; use load_in_4bit"
         )
     if options.load_in_4bit and options.merge_adapter:
-        raise ValueError(
-            "merge_adapter = True is refused with load_in_4bit: the merged weights would be "
-            "rounded to 4 bits; export the adapter and merge it into the base model in full "
-            "precision"
-        )
+        raise ValueError(_NO_MERGE)
 
 
 def _check_effect(options: Any) -> None:
@@ -156,29 +155,39 @@ class Adapter:
             adapted = peft.get_peft_model(empty, own_config, low_cpu_mem_usage=True)
         _check_modules(adapted)
 
-    def attach(self, model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
+    def attach(self, model: PreTrainedModel, *, seed: int, merges: bool) -> PreTrainedModel:
         """The model with the adapter, ready to train.
 
         Args:
             model: the base model with its weights, or an adapted one, which stays as it is.
             seed: of a new adapter's weights: the same on every rank.
+            merges: whether the export is to have the adapter merged in.
+
+        Raises:
+            ValueError: an adapter that cannot be trained here, or merged.
         """
         import peft
+
+        if merges and getattr(base_model_of(model), "hf_quantizer", None) is not None:
+            raise ValueError(_NO_MERGE)
 
         # DeepSpeed keeps float32 masters, and ZeRO-3 gathers parameters of one dtype together
         floats: Any = {"autocast_adapter_dtype": not is_deepspeed_zero3_enabled()}
         adapted: Any = model
-        if self.folder is not None:
-            adapted = peft.PeftModel.from_pretrained(
-                model, self.folder, config=self.config, is_trainable=True, **floats
-            )
-        elif self.is_new:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            # peft 0.21 asks by the name that transformers 5.24 has replaced; until it has the new
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            torch.manual_seed(seed)
+            if self.folder is not None:
+                adapted = peft.PeftModel.from_pretrained(
+                    model, self.folder, config=self.config, is_trainable=True, **floats
+                )
+            elif self.is_new:
                 adapted = peft.get_peft_model(model, self.config, **floats)
         _check_modules(adapted)
         _check_trained(adapted)
-        _say_what_trains(adapted, self)
+        reference = "the base model" if self.is_off_in_reference else "the adapter as it is now"
+        logger.info("adapter: %s; reference: %s", describe_parameters(adapted), reference)
         trained: PreTrainedModel = adapted  # whose attributes it has
         return trained
 
@@ -199,26 +208,19 @@ def plan_adapter(
     """
     wants_new = options.use_peft or peft_config is not None
     saved = _saved_adapter(model, hub_options) if isinstance(model, str) else None
-    is_given = not isinstance(model, str) and is_adapted(model)
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            "the model's adapter was added by transformers: use peft.get_peft_model or "
-            "PeftModel.from_pretrained, or give the adapter's folder as model"
-        )
-    if not (wants_new or saved or is_given):
-        for name in ("load_in_4bit", "merge_adapter"):
-            if getattr(options, name):
-                raise ValueError(f"{name} = True needs an adapter: set use_peft: true as well")
+    exists = saved is not None or (not isinstance(model, str) and is_adapted(model))
+    if not (wants_new or exists):
+        _refuse_options_of_adapters(options, model)
         return None
     if importlib.util.find_spec("peft") is None:
         raise ValueError("adapters need the package peft: pip install 'sdpo-scale[peft]'")
-    if wants_new and (saved or is_given):
+    if wants_new and exists:
         raise ValueError(
             "the model is an adapter already, and use_peft or peft_config asks for another: merge "
             "it first (merge_adapter), or leave them out to continue its training"
         )
     ambiguous = sorted({"revision", "subfolder"} & hub_options.keys())
-    if saved and ambiguous:
+    if saved is not None and ambiguous:
         raise ValueError(
             f"model_init_kwargs: {ambiguous[0]} could mean the adapter's or its base model's; "
             "download the adapter and give its folder as model"
@@ -230,14 +232,25 @@ def plan_adapter(
             "load_in_4bit acts when a model is read: give its name, or a model that was loaded "
             "with a quantization_config"
         )
-    if saved or is_given:
-        config = saved or adapter_config_of(model)
-        folder = model if saved else None
+    if exists:
+        config = adapter_config_of(model) if saved is None else saved
+        folder = None if saved is None else model
         adapter = Adapter(config, folder, is_new=False, reference=options.adapter_reference)
     else:
         adapter = Adapter(peft_config if peft_config is not None else _new_config(options))
     _check_config(adapter.config)
     return adapter
+
+
+def _refuse_options_of_adapters(options: Any, model: Any) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the model's adapter was added by transformers: use peft.get_peft_model or "
+            "PeftModel.from_pretrained, or give the adapter's folder as model"
+        )
+    for name in ("load_in_4bit", "merge_adapter"):
+        if getattr(options, name):
+            raise ValueError(f"{name} = True needs an adapter: set use_peft: true as well")
 
 
 def quantization(options: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -369,20 +382,3 @@ def _check_trained(model: Any) -> None:
             f"{outside[0]} (one of {len(outside)}) is trained but not part of the adapter, so it "
             "would not be saved; name its module in lora_modules_to_save"
         )
-
-
-def _say_what_trains(model: Any, adapter: Adapter) -> None:
-    numels: Counter[tuple[bool, torch.dtype]] = Counter()
-    for parameter in model.parameters():
-        numels[parameter.requires_grad, parameter.dtype] += numel(parameter)
-    parts = [
-        f"{count:,} {'trained' if is_trained else 'frozen'} in {dtype}".replace("torch.", "")
-        for (is_trained, dtype), count in sorted(numels.items(), key=str, reverse=True)
-    ]
-    reference = "the base model" if adapter.is_off_in_reference else "the adapter as it is now"
-    logger.info("adapter: parameters: %s; reference: %s", ", ".join(parts), reference)
-
-
-def adapter_folder_has_tokenizer(folder: str) -> bool:
-    """Whether a saved adapter has the tokenizer that it was trained with beside it."""
-    return (Path(folder) / "tokenizer_config.json").is_file()

@@ -515,6 +515,13 @@ def test_a_model_that_is_read_already_cannot_be_quantized(files: Path, make: Mak
         make(**LORA, load_in_4bit=True, arguments={"model": model})
 
 
+def test_a_model_that_was_quantized_elsewhere_is_not_merged(files: Path, make: Make):
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    model.hf_quantizer = object()
+    with pytest.raises(ValueError, match="merge_adapter = True is refused with a quantized model"):
+        make(**LORA, merge_adapter=True, arguments={"model": model})
+
+
 @pytest.mark.parametrize("option", ["load_in_4bit", "merge_adapter"])
 def test_options_of_adapters_need_one(option: str, make: Make):
     with pytest.raises(ValueError, match=f"{option} = True needs an adapter: set use_peft"):
