@@ -80,7 +80,7 @@ def test_an_adapter_that_stands_still_is_an_error_after_some_steps(fp16, patienc
 
     for _ in range(patience - 1):
         step()
-    with pytest.raises(RuntimeError, match="2 of 2 .* in step 7: .*: weight, bias"):
+    with pytest.raises(RuntimeError, match=r"2 of 2 .* in step 7: .*: weight, bias"):
         step()
 
 
