@@ -7,6 +7,7 @@ tensors of no elements, would be noticed only by whoever loads it.
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,13 @@ def merged_model(model: Any, state: dict[str, Tensor]) -> PreTrainedModel:
 
     base = base_model_of(model)
     config = copy.deepcopy(model.peft_config[model.active_adapter])
-    empty = peft.get_peft_model(
-        skeleton_of(base.config), config, adapter_name=model.active_adapter, low_cpu_mem_usage=True
-    )
+    with warnings.catch_warnings(action="ignore"):  # they came with the live model
+        empty = peft.get_peft_model(
+            skeleton_of(base.config),
+            config,
+            adapter_name=model.active_adapter,
+            low_cpu_mem_usage=True,
+        )
     empty.load_state_dict(state, assign=True)
     base_model_of(empty).tie_weights()
     merged: PreTrainedModel = empty.merge_and_unload(safe_merge=True)
