@@ -139,8 +139,11 @@ class Adapter:
     @property
     def description(self) -> str:
         """The options of the adapter as text, the same in every process."""
-        options = self.config.to_dict().items()  # sets in it have another order in each
-        return repr(sorted((n, sorted(v) if isinstance(v, set) else v) for n, v in options))
+        options = self.config.to_dict()
+        del options["base_model_name_or_path"]  # a node may have its own copy
+        # sets have another order in each process
+        sortable = ((n, sorted(v) if isinstance(v, set) else v) for n, v in options.items())
+        return repr(sorted(sortable, key=lambda item: item[0]))
 
     def check(self, config: PreTrainedConfig) -> None:
         """Adapts the empty model of a config, so that mistakes show before weights are read.

@@ -78,6 +78,8 @@ def test_options_become_the_config_of_the_same_meaning(tmp_path: Any):
 def test_the_same_adapter_is_described_alike(tmp_path: Any):
     options = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj", "up_proj"]}
     plans = [plan_adapter(config(tmp_path, **options), build("llama")) for _ in range(2)]
+    assert plans[1] is not None
+    plans[1].config.base_model_name_or_path = "elsewhere"
     options["lora_r"] = 3
     plans.append(plan_adapter(config(tmp_path, **options), build("llama")))
     first, second, other = [plan.description for plan in plans if plan is not None]
