@@ -130,6 +130,7 @@ class StepLog:
         """Takes what metrics depend on besides the steps."""
         self.numbers: dict[str, float] = {}
         self.num_flops = 0
+        self._num_parameters = dict(num_parameters)
         self.sizes: dict[str, Any] = {**num_parameters, "recomputes": recomputes}
         self._beta = beta
         self._is_pruned = is_pruned
@@ -143,10 +144,7 @@ class StepLog:
     def add(self, result: StepResult, *, device: torch.device, seconds: float) -> None:
         """Adds a step."""
         metrics, counts = result.metrics, result.counts
-        self.num_flops = counts.flops(
-            body_parameters=self.sizes["body_parameters"],
-            head_parameters=self.sizes["head_parameters"],
-        )
+        self.num_flops = counts.flops(**self._num_parameters)
         self.numbers = {
             "loss": metrics.loss,
             **metrics.means(beta=self._beta),

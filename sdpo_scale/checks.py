@@ -2,17 +2,19 @@
 
 Before the first step: a pair in a pack has the log-probabilities it has alone and in the plain
 model; the longest pack that the data allows fits. At the first step: policy and reference agree, so
-the loss is its value at margin 0. A violation is an error: numbers after it would mean something
-else than they say.
+the loss is its value at margin 0; every weight of an adapter moves. A violation is an error:
+numbers after it would mean something else than they say.
 """
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sdpo_scale.data.pairs import Pair
 from sdpo_scale.metrics import MetricSums
@@ -20,7 +22,13 @@ from sdpo_scale.objectives import margin_zero_loss
 from sdpo_scale.packing.layout import PackLayout, build_layout
 from sdpo_scale.step import StepOptions
 
-__all__ = ["TOLERANCE", "check_first_step", "check_packed_pair", "longest_pack"]
+__all__ = [
+    "TOLERANCE",
+    "AdapterCheck",
+    "check_first_step",
+    "check_packed_pair",
+    "longest_pack",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -123,3 +131,77 @@ def check_first_step(metrics: MetricSums, *, options: StepOptions, dtype: torch.
         expected,
         per_token,
     )
+
+
+class AdapterCheck(TrainerCallback):
+    """After the first update, every weight that is trained must have moved.
+
+    Checkpointing on frozen embeddings, a layer that was not adapted as meant, or a backend that
+    drops gradients leave some at their start without any error. ``lora_A`` is left out: its
+    gradient is 0 while ``lora_B`` is.
+    """
+
+    _PATIENCE = 3
+    """Steps in which nothing moves at all before that is an error: pruning may keep no pair. Ten
+    times as many under fp16, whose loss scaling skips the first steps until it fits."""
+
+    def __init__(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Takes how ranks, each of which may hold a part of a weight, add up what they see."""
+        self._sum = sum_over_ranks
+        self._before: Tensor | None = None
+        self._num_still = 0
+        self._is_done = False
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remembers the weights, unless the learning rate is 0, as in a warm-up's first step."""
+        moves = any(group["lr"] > 0 for group in kwargs["optimizer"].param_groups)
+        if moves and not self._is_done:
+            self._before = _marks_of(kwargs["model"])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compares them.
+
+        Raises:
+            RuntimeError: names weights that did not move while others did.
+        """
+        if self._before is None:
+            return
+        moved = (_marks_of(kwargs["model"]) != self._before).any(dim=1).double()
+        self._before = None
+        has_moved = (self._sum(moved) > 0).tolist()
+        names = [name for name, _ in _must_move(kwargs["model"])]
+        still = [name for name, moves in zip(names, has_moved, strict=True) if not moves]
+        self._num_still += len(still) == len(names)
+        patience = self._PATIENCE * (10 if args.fp16 else 1)
+        if len(still) == len(names) and self._num_still < patience:
+            return
+        if still:
+            raise RuntimeError(
+                f"{len(still)} of {len(names)} trained weights did not change in step "
+                f"{state.global_step}: they get no gradient: {', '.join(still[:5])}"
+                f"{' …' if len(still) > 5 else ''}"
+            )
+        self._is_done = True
+        logger.info("check: all %d trained weights of the adapter changed", len(names))
+
+
+def _must_move(model: nn.Module) -> list[tuple[str, Tensor]]:
+    named = model.named_parameters()
+    return [(n, p) for n, p in named if p.requires_grad and "lora_A" not in n.split(".")]
+
+
+def _marks_of(model: nn.Module) -> Tensor:
+    """Sum and sum of squares of each weight's local part, float64 [n, 2]: changed, it has others.
+
+    The sum alone would not do: of Adam's first step, as many entries may go up as down.
+    """
+    rows = []
+    for _, parameter in _must_move(model):
+        local: Any = getattr(parameter, "ds_tensor", parameter)  # a rank's part under ZeRO-3
+        local = (local.to_local() if hasattr(local, "to_local") else local).detach().double()
+        rows.append(torch.stack([local.sum(), local.square().sum()]))
+    return torch.stack(rows)

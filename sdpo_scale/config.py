@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from sdpo_scale.modeling.adapters import check_adapter_options
 from sdpo_scale.objectives import OBJECTIVES, Objective
 from sdpo_scale.pruning import Pruning
 
@@ -63,6 +64,37 @@ class SDPOConfig(TrainingArguments):
     """End-of-sequence token, where the tokenizer has none or another."""
     chat_template: str | None = field(default=None)
     """Chat template (Jinja text or a file), where the tokenizer has none or another."""
+
+    use_peft: bool = field(default=False)
+    """Train a LoRA adapter instead of the model; names and meanings of what follows are TRL's."""
+    lora_r: int = field(default=16)
+    """Rank of the adapter."""
+    lora_alpha: int = field(default=32)
+    """The adapter is scaled by ``lora_alpha / lora_r``."""
+    lora_dropout: float = field(default=0.0)
+    """Must be 0: log-probabilities are functions of the parameters alone."""
+    lora_target_modules: str | list[str] | None = field(default=None)
+    """Names of the modules to adapt, ``all-linear``, or a pattern; peft's choice for the family if
+    not given."""
+    lora_modules_to_save: list[str] | None = field(default=None)
+    """Modules to train whole beside the adapter."""
+    use_rslora: bool = field(default=False)
+    """Scale by ``lora_alpha / √lora_r``."""
+    use_dora: bool = field(default=False)
+    """Train magnitudes apart from directions (DoRA)."""
+    load_in_4bit: bool = field(default=False)
+    """Read the frozen base model in 4 bits (QLoRA)."""
+    load_in_8bit: bool = field(default=False)
+    """Refused by name."""
+    bnb_4bit_quant_type: str = field(default="nf4")
+    """``nf4`` or ``fp4``."""
+    use_bnb_nested_quant: bool = field(default=False)
+    """Quantize the constants of 4-bit weights as well."""
+    adapter_reference: str = field(default="start")
+    """Reference of an adapter whose training continues: ``start``, the adapter as it is then, or
+    ``base``, the model without it. A new adapter starts as its base model: both are the same."""
+    merge_adapter: bool = field(default=False)
+    """Save the base model with the adapter merged in; checkpoints hold the adapter."""
 
     train_dataset: Any = field(default=None)
     """Preference pairs: .jsonl, .json, .parquet, a ``save_to_disk`` folder, a Hub name, a list of
@@ -153,6 +185,7 @@ class SDPOConfig(TrainingArguments):
         self._refuse_options_without_effect()
         self._check_objective()
         self._check_data_options()
+        check_adapter_options(self)
         _ = self.pruning_options
         if self.bf16 is None:
             on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sdpo_scale import demo
@@ -16,6 +17,12 @@ from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.pairs import PairDataset
 from sdpo_scale.data.preference import Preparation, PreparationReport, prepare_pairs
 from sdpo_scale.data.tokenization import tokenizer_fingerprint
+from sdpo_scale.modeling.adapted import prepare_checkpointing
+from sdpo_scale.modeling.adapters import (
+    Adapter,
+    plan_adapter,
+    quantization,
+)
 from sdpo_scale.modeling.loading import (
     check_config,
     load_config,
@@ -36,6 +43,8 @@ class RunInputs:
     model: PreTrainedModel
     model_name: str
     """As the user gave it, for messages and the model card."""
+    adapter: Adapter | None
+    """What is trained, where it is not the model itself."""
     tokenizer: PreTrainedTokenizerBase
     train: PairDataset
     eval: PairDataset | None
@@ -43,6 +52,23 @@ class RunInputs:
     """``train`` and, if there is one, ``eval`` → what preparation kept, cut and left out."""
     data_key: dict[str, str]
     """What token ids depend on besides rows: parts of the reference cache's key."""
+
+    @property
+    def base_name(self) -> str:
+        """The model that was trained, or that the adapter belongs to."""
+        if self.adapter is not None and self.adapter.folder is not None:
+            return self.adapter.base_name
+        return self.model_name
+
+    @property
+    def is_adapter_off_in_reference(self) -> bool:
+        """Whether the reference is the model without its adapter."""
+        return self.adapter is not None and self.adapter.is_off_in_reference
+
+    def starts_at_reference(self, args: SDPOConfig) -> bool:
+        """Whether all log-ratios are 0 before the first update."""
+        starts_there = self.adapter is None or self.adapter.starts_at_reference
+        return starts_there and not args.reference_free
 
     def fingerprints(self, args: SDPOConfig) -> dict[str, str]:
         """Of what every rank must have in common: pairs, and options that a step depends on."""
@@ -53,6 +79,7 @@ class RunInputs:
             **{name: str(getattr(args, name)) for name in names},
             **{name: part.path.name if part else "" for name, part in parts.items()},  # a digest
             "pruning": repr(args.pruning_options),
+            "adapter": "" if self.adapter is None else self.adapter.description,
         }
 
 
@@ -63,6 +90,7 @@ def prepare_inputs(
     tokenizer: PreTrainedTokenizerBase | None,
     train_dataset: Any,
     eval_dataset: Any,
+    peft_config: Any = None,
 ) -> RunInputs:
     """Loads, tokenizes and checks what a run needs.
 
@@ -74,6 +102,7 @@ def prepare_inputs(
         tokenizer: a tokenizer, or None for ``args.tokenizer`` or the model's own.
         train_dataset: training pairs in any accepted form, or None for ``args.train_dataset``.
         eval_dataset: evaluation pairs, or None for ``args.eval_dataset`` or the held-out prompts.
+        peft_config: a ``peft.LoraConfig``, or None for the one that ``args`` describes, if any.
 
     Raises:
         ValueError: an option or a model that cannot be used, naming it.
@@ -83,12 +112,23 @@ def prepare_inputs(
     train_dataset = _required(train_dataset, args.train_dataset, option="train_dataset")
     eval_dataset = eval_dataset if eval_dataset is not None else args.eval_dataset
     init_kwargs = dict(args.model_init_kwargs or {})
+    hub_options = _hub_options(init_kwargs)
     if isinstance(model, str):
-        name = model
-        path = resolve_model_name(name, cache_dir=args.cache_path)
-        config = load_config(path, **_hub_options(init_kwargs))
+        name, model = model, resolve_model_name(model, cache_dir=args.cache_path)
     else:
-        name = path = model.config._name_or_path
+        name = model.config._name_or_path
+    adapter = plan_adapter(args, model, peft_config, **hub_options)
+    quantized = quantization(args, args.compute_dtype or torch.float32)
+    if isinstance(model, str):
+        folder = model
+        if adapter is not None and adapter.folder is not None:
+            model = resolve_model_name(adapter.base_name, cache_dir=args.cache_path)
+        path = folder if (Path(folder) / "tokenizer_config.json").is_file() else model
+        config = load_config(model, **hub_options)
+        if adapter is not None:
+            adapter.check(config)
+    else:
+        path = name
         config = model.config
         check_config(config, name=name or type(model).__name__)
     if tokenizer is None:
@@ -105,10 +145,14 @@ def prepare_inputs(
     for part, report in reports.items():
         _check_against_model(report, config, args=args, part=part)
     if isinstance(model, str):
-        model = load_model(path, **init_kwargs)
+        model = load_model(model, **{**quantized, **init_kwargs})
+    if adapter is not None:
+        model = adapter.attach(model, seed=args.seed, merges=args.merge_adapter)
+        prepare_checkpointing(model, args)
     return RunInputs(
         model=model,
         model_name=name,
+        adapter=adapter,
         tokenizer=tokenizer,
         train=datasets["train"],
         eval=datasets.get("eval"),

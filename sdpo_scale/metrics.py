@@ -69,17 +69,35 @@ class StepCounts:
         added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return StepCounts(**{**added, "max_weight": max(self.max_weight, other.max_weight)})
 
-    def flops(self, *, body_parameters: int, head_parameters: int) -> int:
-        """FLOPs executed: 2 per parameter and token forward, 4 backward, 2 recomputed.
+    def flops(
+        self,
+        *,
+        body_parameters: int,
+        head_parameters: int,
+        trained_body_parameters: int | None = None,
+        trained_head_parameters: int | None = None,
+    ) -> int:
+        """FLOPs executed.
 
-        The head's backward computes logits again. Attention's quadratic part is not counted.
+        Per parameter and token 2 forward, 2 recomputed, 2 backward and 2 more where it is trained
+        (by default all are). The head's backward computes logits again. Attention's quadratic part
+        is not counted.
         """
-        body = 2 * self.forward_tokens + 4 * self.backward_tokens + 2 * self.recomputed_tokens
-        head = 2 * self.forward_positions + 6 * self.backward_positions
-        return int(body_parameters * body + head_parameters * head)
+        if trained_body_parameters is None:
+            trained_body_parameters = body_parameters
+        if trained_head_parameters is None:
+            trained_head_parameters = head_parameters
+        body = 2 * (self.forward_tokens + self.recomputed_tokens + self.backward_tokens)
+        head = 2 * self.forward_positions + 4 * self.backward_positions
+        return int(
+            body_parameters * body
+            + trained_body_parameters * 2 * self.backward_tokens
+            + head_parameters * head
+            + trained_head_parameters * 2 * self.backward_positions
+        )
 
-    def dense_flops(self, *, body_parameters: int, head_parameters: int, recomputes: bool) -> int:
-        """FLOPs of the same steps without pruning."""
+    def dense_flops(self, *, recomputes: bool, **parameters: int) -> int:
+        """FLOPs of the same steps without pruning; ``parameters`` as for :meth:`flops`."""
         dense = StepCounts(
             forward_tokens=self.dense_tokens,
             backward_tokens=self.dense_tokens,
@@ -87,23 +105,17 @@ class StepCounts:
             forward_positions=self.dense_positions,
             backward_positions=self.dense_positions,
         )
-        return dense.flops(body_parameters=body_parameters, head_parameters=head_parameters)
+        return dense.flops(**parameters)
 
-    def flops_ratio(self, *, body_parameters: int, head_parameters: int, recomputes: bool) -> float:
+    def flops_ratio(self, *, recomputes: bool, **parameters: int) -> float:
         """FLOPs executed over those of the same steps without pruning, > 0."""
-        sizes = {"body_parameters": body_parameters, "head_parameters": head_parameters}
-        return max(1, self.flops(**sizes)) / self.dense_flops(**sizes, recomputes=recomputes)
+        dense = self.dense_flops(recomputes=recomputes, **parameters)
+        return max(1, self.flops(**parameters)) / dense
 
-    def means(
-        self, *, body_parameters: int, head_parameters: int, recomputes: bool
-    ) -> dict[str, float]:
+    def means(self, *, recomputes: bool, **parameters: int) -> dict[str, float]:
         """The pruning metrics under their names."""
         inflation = self.second_moment / self.dense_moment if self.dense_moment > 0 else 1.0
-        speedup = 1 / self.flops_ratio(
-            body_parameters=body_parameters,
-            head_parameters=head_parameters,
-            recomputes=recomputes,
-        )
+        speedup = 1 / self.flops_ratio(recomputes=recomputes, **parameters)
         return {
             "pruning/executed_fraction": self.executed_tokens / self.dense_tokens,
             "pruning/backward_fraction": self.backward_tokens / self.dense_tokens,

@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from sdpo_scale.modeling.loading import model_fingerprint
@@ -107,13 +109,31 @@ class Sharding:
             return None if engine is None else engine.engine
         return model if isinstance(model, FSDPModule) else None
 
-    def fingerprint(self, model: PreTrainedModel) -> str:
+    def fingerprint(self, model: PreTrainedModel, *, with_adapter: bool = True) -> str:
         """Digest of a model's contents, before it is trained; the same on every rank."""
+        make = partial(model_fingerprint, model, with_adapter=with_adapter)
         if self._accelerator.distributed_type == DistributedType.FSDP:
             # only the first rank of each node has read the weights
-            digest = [model_fingerprint(model) if self.ranks.rank == 0 else ""]
-            return str(broadcast_object_list(digest)[0])
-        return model_fingerprint(model, gathered=_gathered if self.shards_parameters else None)
+            return str(broadcast_object_list([make() if self.ranks.rank == 0 else ""])[0])
+        return make(gathered=_gathered if self.shards_parameters else None)
+
+    def gather(self, tensors: Mapping[str, Tensor], *, keeps: bool) -> dict[str, Tensor]:
+        """Whole copies on the host of tensors of the model, gathered one after the other.
+
+        Args:
+            tensors: name → tensor, the same names on every rank.
+            keeps: whether this rank gets them; the others get nothing.
+        """
+        whole: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            with _gathered(tensor) if self.shards_parameters else nullcontext():
+                full: Any = tensor.detach()
+                if isinstance(full, DTensor):  # which may be offloaded to the host
+                    on_device: Any = full.to(self._accelerator.device)
+                    full = on_device.full_tensor()
+                if keeps:
+                    whole[name] = full.to("cpu", copy=True)
+        return whole
 
     @contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:
@@ -204,6 +224,9 @@ class Sharding:
 @contextmanager
 def _gathered(parameter: Tensor) -> Iterator[None]:
     """A parameter that ZeRO-3 has partitioned is whole within; any other is as it is."""
+    if not hasattr(parameter, "ds_id"):
+        yield
+        return
     import deepspeed  # where there is no ZeRO-3 it need not be installed
 
     with deepspeed.zero.GatheredParameters([parameter]):

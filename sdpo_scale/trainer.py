@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +29,9 @@ from sdpo_scale.callbacks import (
     new_progress,
     peak_memory_bytes,
 )
-from sdpo_scale.card import model_card
+from sdpo_scale.card import write_model_card
 from sdpo_scale.checkpoints import Checkpoints, restore_history, saving_in
-from sdpo_scale.checks import check_first_step, check_packed_pair, longest_pack
+from sdpo_scale.checks import AdapterCheck, check_first_step, check_packed_pair, longest_pack
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import StepPairs
 from sdpo_scale.data.pairs import Pair
@@ -37,6 +39,8 @@ from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.metrics import MetricSums
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
+from sdpo_scale.modeling.adapted import adapter_off
+from sdpo_scale.modeling.export import check_whole_model, save_adapted
 from sdpo_scale.modeling.loading import matmul_parameters, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
@@ -78,19 +82,21 @@ class SDPOTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
         """Prepares data and model.
 
         Args:
-            model: policy, its folder or its Hub name; ``args.model`` if not given. Its parameters
-                at this moment are the reference.
+            model: policy, its folder or its Hub name, or those of a LoRA adapter; ``args.model`` if
+                not given. Its parameters at this moment are the reference.
             args: options; defaults if not given.
             train_dataset: pairs in any form that ``args.train_dataset`` accepts, a
                 ``datasets.Dataset`` or a list of rows.
             eval_dataset: pairs to evaluate on, in the same forms.
             processing_class: tokenizer; that of ``args`` if not given.
+            peft_config: ``peft.LoraConfig`` of a new adapter to train instead of the model.
             callbacks: as for ``Trainer``.
             optimizers: as for ``Trainer``.
 
@@ -105,6 +111,7 @@ class SDPOTrainer(Trainer):
             tokenizer=processing_class,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            peft_config=peft_config,
         )
         if inputs.eval is None:
             args.eval_on_start = False
@@ -134,6 +141,8 @@ class SDPOTrainer(Trainer):
         )
         self.stop_signal = StopSignal(self._sharding.ranks, args.device)
         self.add_callback(self.stop_signal)
+        if inputs.adapter is not None:
+            self.add_callback(AdapterCheck(self._sharding.ranks.sum))
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(
@@ -259,7 +268,7 @@ class SDPOTrainer(Trainer):
         )
         if result.observations is not None:
             self._history.observe(result.observations)
-        if is_first_update and not self.args.reference_free:
+        if is_first_update and self.inputs.starts_at_reference(self.args):
             check_first_step(result.metrics, options=self._options, dtype=self._dtype)
         self._account(inputs[0], result, seconds=time.perf_counter() - start)
         return torch.tensor(result.metrics.loss, device=self.args.device)
@@ -308,10 +317,29 @@ class SDPOTrainer(Trainer):
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the whole model in Hugging Face layout, however it is sharded."""
+        """Saves the whole model in Hugging Face layout, or the adapter in peft's, for any sharding.
+
+        Raises:
+            RuntimeError: what was written is not whole.
+        """
+        is_checkpoint = _internal_call and output_dir is not None
+        folder = Path(output_dir or self.args.output_path)
+        if self.inputs.adapter is not None:
+            save_adapted(
+                self.model,
+                folder,
+                gather=partial(self._sharding.gather, keeps=self.args.should_save),
+                merges=self.args.merge_adapter and not is_checkpoint,
+                tokenizer=self.inputs.tokenizer if self.args.should_save else None,
+            )
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            return
         if not _internal_call:  # not a checkpoint's, which stay sharded
             self._sharding.export_whole()
         super().save_model(output_dir, _internal_call)
+        if self.args.should_save and not is_checkpoint:
+            check_whole_model(folder, self.model.config)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves where nobody looks, and renames what is complete; no public hook surrounds it."""
@@ -338,21 +366,9 @@ class SDPOTrainer(Trainer):
             kwargs: of ``Trainer.create_model_card``, ``model_name`` (title), ``dataset`` and
                 ``tags``.
         """
-        if not self.is_world_process_zero():
-            return
-        folder = self.args.output_path
-        tags = kwargs.get("tags") or []
-        card = model_card(
-            self.args,
-            title=kwargs.get("model_name") or folder.name,
-            base_model=self.inputs.model_name,
-            dataset=str(kwargs.get("dataset") or self.args.train_dataset or "given in Python"),
-            num_pairs=len(self.inputs.train),
-            num_steps=self.state.global_step,
-            tags=[tags] if isinstance(tags, str) else tags,
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "README.md").write_text(card, "utf-8")
+        if self.is_world_process_zero():
+            known = {name: kwargs.get(name) for name in ("model_name", "dataset", "tags")}
+            write_model_card(self.args, self.inputs, num_steps=self.state.global_step, **known)
 
     def run_pairs(
         self,
@@ -398,7 +414,9 @@ class SDPOTrainer(Trainer):
     def _open_reference(self) -> None:
         self._pairs.open(
             lambda: {
-                "model": self._sharding.fingerprint(self.model),
+                "model": self._sharding.fingerprint(
+                    self.model, with_adapter=not self.inputs.is_adapter_off_in_reference
+                ),
                 "dtype": f"{self.model.dtype} parameters, {self._dtype} products",
             }
         )
@@ -406,11 +424,13 @@ class SDPOTrainer(Trainer):
     def _score(self, model: nn.Module) -> int:
         was_training = model.training
         model.eval()
-        num_scored = self._pairs.score(
-            partial(self._logprobs, model),
-            ranks=self._sharding.ranks,
-            hidden_size=self._options.hidden_size,
-        )
+        is_off = self.inputs.is_adapter_off_in_reference
+        with adapter_off(self.model) if is_off else nullcontext():
+            num_scored = self._pairs.score(
+                partial(self._logprobs, model),
+                ranks=self._sharding.ranks,
+                hidden_size=self._options.hidden_size,
+            )
         model.train(was_training)
         return num_scored
 

@@ -22,9 +22,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations import is_fsdp_enabled
+from transformers.distributed.fsdp import is_fsdp_enabled
 
 from sdpo_scale import demo
+from sdpo_scale.modeling.adapted import (
+    adapter_digest,
+    base_model_of,
+    base_state,
+    is_adapted,
+    numel,
+)
 from sdpo_scale.modeling.attention import select_backend
 from sdpo_scale.modeling.logprobs import bind_logprob_forward
 
@@ -161,43 +168,62 @@ def prepare_model(
         has_softcap=getattr(model.config, "attn_logit_softcapping", None) is not None,
     )
     logger.info("attention: %s (%s)", backend, reason)
-    bind_logprob_forward(model, backend=backend)
+    bind_logprob_forward(base_model_of(model), backend=backend)
 
 
 def matmul_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters in matrix products: ``body_parameters`` and ``head_parameters``."""
+    """Parameters in matrix products: ``body_parameters`` and ``head_parameters``.
+
+    Also how many of both are trained, ``trained_body_parameters`` and ``trained_head_parameters``:
+    frozen ones have no gradient of their own to compute.
+    """
     modules: Any = model.get_output_embeddings(), model.get_input_embeddings()
     head, embedding = (module.weight for module in modules)
-    tables = _numel(head) + (0 if head is embedding else _numel(embedding))
-    num_parameters = sum(map(_numel, model.parameters()))
-    return {"body_parameters": num_parameters - tables, "head_parameters": _numel(head)}
-
-
-def _numel(parameter: Any) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3's are empty in between
+    tables = {id(head), id(embedding)}
+    body = [
+        parameter
+        for name, parameter in model.named_parameters()
+        # the copy that is trained takes part, its original does not
+        if id(parameter) not in tables and "original_module" not in name
+    ]
+    return {
+        "body_parameters": sum(map(numel, body)),
+        "head_parameters": numel(head),
+        "trained_body_parameters": sum(numel(p) for p in body if p.requires_grad),
+        "trained_head_parameters": numel(head) if head.requires_grad else 0,
+    }
 
 
 def model_fingerprint(
     model: PreTrainedModel,
     *,
     gathered: Callable[[Tensor], AbstractContextManager[None]] | None = None,
+    with_adapter: bool = True,
 ) -> str:
     """SHA-256 over the config and the bytes of every parameter and buffer.
 
     Contents, not names or times: weights replaced in the same folder give another fingerprint.
+    Without its adapter, a model has the fingerprint of its base model.
 
     Args:
         model: any model.
         gathered: a context within which a tensor of the model is whole, if it is not already.
+        with_adapter: whether the adapter, where the model has one, counts.
     """
     digest = hashlib.sha256()
     config = model.config.to_dict()
     for key in ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"):
         config.pop(key, None)
     digest.update(repr(sorted(config.items(), key=lambda item: item[0])).encode())
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+
+    def add(name: str, tensor: Tensor) -> None:
         with gathered(tensor) if gathered is not None else nullcontext():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             contiguous = tensor.detach().to("cpu").contiguous()
             digest.update(contiguous.view(-1).view(torch.uint8).numpy().data)
+
+    for name, tensor in sorted(base_state(model).items()):
+        add(name, tensor)
+    if with_adapter and is_adapted(model):
+        adapter_digest(model, digest, add)
     return digest.hexdigest()

@@ -213,8 +213,6 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
     if original_attention == ATTENTION_NAME:  # bound before and left so by a pack
         original_attention = "eager"
     softcap = getattr(model.config, "final_logit_softcapping", None)
-    head: Any = model.get_output_embeddings()
-    original_head_forward = types.MethodType(type(head).forward, head)
 
     def head_forward(
         self: Any,
@@ -223,7 +221,7 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
         **options: bool,
     ) -> Any:
         if targets is None:
-            return original_head_forward(hidden)
+            return type(self).forward(self, hidden)
         return chunked_logprobs(hidden, self.weight, targets, softcap=softcap, **options)
 
     def forward(
@@ -252,5 +250,8 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
             hidden_RD, targets=targets_R, with_statistics=with_statistics, with_norms=with_norms
         )
 
-    head.forward = types.MethodType(head_forward, head)
+    # one module, or within a wrapper of peft the original and the copy that is trained
+    heads: Any = [m for m in model.get_output_embeddings().modules() if isinstance(m, nn.Linear)]
+    for head in heads:
+        head.forward = types.MethodType(head_forward, head)
     model.forward = types.MethodType(forward, model)

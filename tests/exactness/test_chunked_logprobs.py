@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sdpo_scale.modeling.logprobs import chunked_logprobs
 from tests.helpers.tolerances import FLOAT64_ENUMERATION
@@ -43,6 +44,29 @@ def test_a_frozen_head_or_body_gets_no_gradient():
     hidden, weight, targets = inputs()
     chunked_logprobs(hidden.detach(), weight, targets).logprobs_R.sum().backward()
     assert weight.grad is not None
+
+
+class _SeesShapes(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.shapes.add(tuple(output.shape))
+        return output
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_LOR_05_the_gradient_of_a_frozen_head_takes_no_memory(is_frozen):
+    hidden, weight, targets = inputs()
+    weight.requires_grad_(not is_frozen)
+    logprobs = chunked_logprobs(hidden, weight, targets, chunk_rows=4).logprobs_R.sum()
+    with _SeesShapes() as seen:
+        logprobs.backward()
+    assert (tuple(weight.shape) in seen.shapes) == (not is_frozen)
+    assert (weight.grad is None) == is_frozen
 
 
 def test_statistics_are_entropy_mean_logit_and_top_one():

@@ -22,9 +22,10 @@ FLOORS = (
      "modeling.activation_checkpointing"),
     # 3: the outside world
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
-     "modeling.loading", "data.reference", "data.loader", "metrics"),
+     "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
+     "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("config", "options", "card", "inputs", "weighting", "record", "sharding", "step", "checks",
+    ("config", "options", "inputs", "card", "weighting", "record", "sharding", "step", "checks",
      "callbacks", "checkpoints", "scoring", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),

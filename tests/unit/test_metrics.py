@@ -128,6 +128,9 @@ def test_flops_by_hand():
         ("backward_positions", 6 * 10),  # the logits again, and both inputs' gradients
     ]:
         assert counts(**{**one, name: 7}).flops(**SIZES) == 7 * expected
+    frozen = {**SIZES, "trained_body_parameters": 3, "trained_head_parameters": 0}
+    assert counts(**{**one, "backward_tokens": 7}).flops(**frozen) == 7 * (2 * 100 + 2 * 3)
+    assert counts(**{**one, "backward_positions": 7.0}).flops(**frozen) == 7 * 4 * 10
 
 
 def test_pruning_metrics_are_shares_of_the_dense_step():
