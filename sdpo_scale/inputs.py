@@ -5,7 +5,7 @@ Everything that a user can get wrong is refused before the weights are read.
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from sdpo_scale.data.preference import Preparation, PreparationReport, prepare_p
 from sdpo_scale.data.tokenization import tokenizer_fingerprint
 from sdpo_scale.modeling.loading import (
     check_config,
+    empty_model,
     load_config,
     load_model,
     load_tokenizer,
     resolve_model_name,
 )
+from sdpo_scale.waiting import once_per_folder
 
 __all__ = ["RunInputs", "prepare_inputs"]
 
@@ -63,6 +65,7 @@ def prepare_inputs(
     tokenizer: PreTrainedTokenizerBase | None,
     train_dataset: Any,
     eval_dataset: Any,
+    loads_weights: bool = True,
 ) -> RunInputs:
     """Loads, tokenizes and checks what a run needs.
 
@@ -74,6 +77,8 @@ def prepare_inputs(
         tokenizer: a tokenizer, or None for ``args.tokenizer`` or the model's own.
         train_dataset: training pairs in any accepted form, or None for ``args.train_dataset``.
         eval_dataset: evaluation pairs, or None for ``args.eval_dataset`` or the held-out prompts.
+
+        loads_weights: False for a model without memory behind its parameters.
 
     Raises:
         ValueError: an option or a model that cannot be used, naming it.
@@ -98,14 +103,15 @@ def prepare_inputs(
             chat_template=args.chat_template,
             **_hub_options(init_kwargs if args.tokenizer is None else {}),
         )
-    with args.main_process_first(local=False, desc="tokenization"):  # the others find it cached
-        datasets, reports = _prepare_datasets(args, tokenizer, train_dataset, eval_dataset)
-    if args.process_index == 0:
-        _list_skipped_rows(args.output_path, reports)
+    datasets, reports = once_per_folder(
+        "tokenization",
+        args.cache_path,
+        lambda: _prepare_datasets(args, tokenizer, train_dataset, eval_dataset),
+    )
     for part, report in reports.items():
         _check_against_model(report, config, args=args, part=part)
     if isinstance(model, str):
-        model = load_model(path, **init_kwargs)
+        model = load_model(path, **init_kwargs) if loads_weights else empty_model(config)
     return RunInputs(
         model=model,
         model_name=name,
@@ -164,7 +170,10 @@ def _prepare_datasets(
         )
         for line in reports[part].describe():
             logger.info("%s data: %s", part, line)
-    return datasets, reports
+    if args.process_index == 0:
+        _list_skipped_rows(args.output_path, reports)
+    # rows that were left out have been listed; ranks that are handed the report need the rest
+    return datasets, {part: replace(report, skipped_rows=[]) for part, report in reports.items()}
 
 
 def _list_skipped_rows(folder: Path, reports: dict[str, PreparationReport]) -> None:

@@ -26,18 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    broadcast_object_list,
-    gather_object,
-    wait_for_everyone,
-)
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from sdpo_scale.modeling.loading import model_fingerprint
 from sdpo_scale.record import Ranks
+from sdpo_scale.waiting import current_phase, wait_for_all
 
 __all__ = ["Sharding"]
 
@@ -189,12 +185,9 @@ def _sum_over_ranks(tensor: Tensor) -> Tensor:
     return total
 
 
-def _wait(_what: str) -> None:
-    wait_for_everyone()
+def _gather(value: Any) -> list[Any]:
+    wait_for_all(current_phase())  # what is gathered may follow on long work of one rank
+    return list(gather_object([value]))
 
 
-_COLLECTIVES: dict[str, Any] = {
-    "sum": _sum_over_ranks,
-    "gather": lambda value: list(gather_object([value])),
-    "wait": _wait,
-}
+_COLLECTIVES: dict[str, Any] = {"sum": _sum_over_ranks, "gather": _gather, "wait": wait_for_all}

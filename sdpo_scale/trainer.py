@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from sdpo_scale.callbacks import (
     MetricsFile,
+    PhaseNames,
     ProgressBar,
     StepLog,
     StopSignal,
@@ -133,6 +134,7 @@ class SDPOTrainer(Trainer):
         )
         self.stop_signal = StopSignal(self._sharding.ranks, args.device)
         self.add_callback(self.stop_signal)
+        self.add_callback(PhaseNames())
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(

@@ -29,6 +29,7 @@ from sdpo_scale.modeling.logprobs import bind_logprob_forward
 __all__ = [
     "FAMILIES",
     "check_config",
+    "empty_model",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -125,6 +126,12 @@ def load_model(name: str, **kwargs: Any) -> PreTrainedModel:
     """
     kwargs.setdefault("dtype", torch.float32)
     return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of a config whose parameters have shapes and no memory, to be counted."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def prepare_model(

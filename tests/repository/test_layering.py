@@ -24,10 +24,11 @@ FLOORS = (
     ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
      "modeling.loading", "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("config", "options", "card", "inputs", "weighting", "record", "sharding", "step", "checks",
-     "callbacks", "checkpoints", "scoring", "trainer"),
+    ("waiting", "failures", "config", "options", "card", "inputs", "weighting", "record",
+     "sharding", "step", "checks", "callbacks", "checkpoints", "scoring", "trainer"),
     # 5: evidence and commands
-    ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
+    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "cli",
+     "__main__"),
 )
 # fmt: on
 ORDER = [module for floor in FLOORS for module in floor]
