@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainingArguments
 
 from sdpo_scale.objectives import OBJECTIVES, Objective
@@ -155,6 +156,9 @@ class SDPOConfig(TrainingArguments):
             self.report_to = ["tensorboard"] if has_tensorboard else []
         self.disable_tqdm = True  # the run shows its own progress
         super().__post_init__()
+        if self.use_cpu and dist.is_initialized():
+            # transformers 5.24 hands ddp_timeout to process groups of GPUs only
+            dist.distributed_c10d._set_pg_timeout(self.ddp_timeout_delta)
         if self.ddp_find_unused_parameters is None:
             # every parameter takes part in every micro-batch, and layers that are recomputed are
             # not in the graph that the search would walk

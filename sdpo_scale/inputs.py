@@ -30,6 +30,12 @@ __all__ = ["RunInputs", "prepare_inputs"]
 
 logger = logging.getLogger(__name__)
 
+_DECIDES_PAIRS = (
+    *("on_bad_row", "train_split", "eval_split", "eval_holdout"),
+    *("max_train_samples", "max_eval_samples"),
+)
+"""Options that decide which rows become pairs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInputs:
@@ -103,10 +109,16 @@ def prepare_inputs(
             chat_template=args.chat_template,
             **_hub_options(init_kwargs if args.tokenizer is None else {}),
         )
+    data_key = {
+        **tokenizer_fingerprint(tokenizer),
+        "max_length": str(args.max_length),
+        "truncation_mode": args.truncation_mode,
+    }
     datasets, reports = once_per_folder(
         "tokenization",
         args.cache_path,
         lambda: _prepare_datasets(args, tokenizer, train_dataset, eval_dataset),
+        request=_request(args, data_key, train_dataset, eval_dataset),
     )
     for part, report in reports.items():
         _check_against_model(report, config, args=args, part=part)
@@ -119,11 +131,7 @@ def prepare_inputs(
         train=datasets["train"],
         eval=datasets.get("eval"),
         reports=reports,
-        data_key={
-            **tokenizer_fingerprint(tokenizer),
-            "max_length": str(args.max_length),
-            "truncation_mode": args.truncation_mode,
-        },
+        data_key=data_key,
     )
 
 
@@ -138,6 +146,13 @@ def _hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Those of the model's options that say where its files come from."""
     names = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only")
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
+
+
+def _request(args: SDPOConfig, data_key: dict[str, str], *sources: Any) -> str:
+    """What prepared pairs depend on, as far as ranks may have been started with different ones."""
+    options = {name: getattr(args, name) for name in _DECIDES_PAIRS}
+    given = [source if isinstance(source, str) else type(source).__name__ for source in sources]
+    return repr([data_key, given, options])
 
 
 def _prepare_datasets(

@@ -8,6 +8,7 @@ its main thread is busy with.
 """
 
 import atexit
+import hashlib
 import logging
 import pickle
 import threading
@@ -109,7 +110,7 @@ def wait_for_all(what: str) -> None:
     _wait(store, what, lambda: store.add(key, 0) == len(everyone), missing)
 
 
-def once_per_folder(what: str, folder: Path, work: Callable[[], Any]) -> Any:
+def once_per_folder(what: str, folder: Path, work: Callable[[], Any], *, request: str) -> Any:
     """The result of some work that leaves files in a folder, done by one rank for each folder.
 
     Ranks may share the folder, or each node has its own under the same name: the first rank works
@@ -120,6 +121,7 @@ def once_per_folder(what: str, folder: Path, work: Callable[[], Any]) -> Any:
         what: the work, for messages.
         folder: where it leaves its files; made if absent.
         work: returns what pickles; if it raises, every rank that waits raises the same.
+        request: what the work depends on: ranks with another one do not share.
     """
     global _num_waits
     store = job_store()
@@ -129,13 +131,15 @@ def once_per_folder(what: str, folder: Path, work: Callable[[], Any]) -> Any:
     key, rank = f"once/{_num_waits}", dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     begin_phase(what)
+    suffix = hashlib.sha256(request.encode()).hexdigest()[:16]
     if rank == 0:
-        claim = folder / f".leader-{uuid.uuid4().hex}"
+        token = uuid.uuid4().hex
+        claim = folder / f".leader-{token}-{suffix}"
         is_leader = _claim(claim, rank)
-        store.set(key, claim.name)
+        store.set(key, token)
     else:
         _wait(store, what, lambda: store.check([key]), lambda: [0])
-        claim = folder / store.get(key).decode()
+        claim = folder / f".leader-{store.get(key).decode()}-{suffix}"
         is_leader = _claim(claim, rank)
     leader = rank if is_leader else _claimant(claim)
     if is_leader:

@@ -25,7 +25,7 @@ _FSDP2 = {
 def main(arguments: list[str]) -> None:
     backend, paths = arguments[0], arguments[1:]
     if backend == "fsdp2":
-        os.environ.update(_FSDP2)
+        os.environ.update({**_FSDP2, **os.environ})  # what a launcher has set wins
     changes: list[str] = []
     if backend.startswith("zero"):
         changes = _prepare_deepspeed()
