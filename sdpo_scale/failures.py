@@ -12,10 +12,15 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+
+import psutil
 
 from sdpo_scale.waiting import RankLostError, current_phase, job_store
 
@@ -90,11 +95,15 @@ def report(error: BaseException, *, is_users: bool) -> None:
         return
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end this rank from now on
-    rank = os.environ.get("RANK", "0")
-    if _is_first(text, waits=_says(error, _GONE)):
-        _print(f"error on rank {rank}: {text}")
+    is_final = is_users and (not isinstance(error, OSError) or isinstance(error, _LASTING))
+    speaks_for_node = _is_first_of_node()
+    is_first = speaks_for_node
+    with suppress(RuntimeError):  # the store may have been the lost rank's
+        is_first, is_final = _ask_store(is_final, speaks_for_node, waits=_says(error, _GONE))
+    if is_first:
+        _print(f"error on rank {os.environ.get('RANK', '0')}: {text}")
         _record(text.splitlines()[-1] if text.startswith("Traceback") else text)
-    if is_users and (not isinstance(error, OSError) or isinstance(error, _LASTING)):
+    if is_final and speaks_for_node:
         _refuse_restart()
 
 
@@ -123,21 +132,42 @@ def _says(error: BaseException, phrases: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(phrase in text for phrase in phrases)
 
 
-def _is_first(text: str, *, waits: bool) -> bool:
-    """Whether this rank is to print its error; one that has lost another waits for the cause."""
+def _ask_store(is_final: bool, speaks_for_node: bool, *, waits: bool) -> tuple[bool, bool]:
+    """Whether this rank's error is the job's first, and whether another attempt is of no use.
+
+    Args:
+        is_final: the second answer as far as this rank knows.
+        speaks_for_node: the first answer as long as ranks do not know each other.
+        waits: whether this rank has only lost another, whose error is to be heard first.
+    """
+    store = job_store()
+    if store is None:
+        return speaks_for_node, is_final
+    store.set_timeout(timedelta(seconds=_CAUSE_SECONDS))
+    end = time.monotonic() + _CAUSE_SECONDS
+    while waits and time.monotonic() < end and store.add("errors", 0) == 0:
+        time.sleep(0.1)
+    if is_final:
+        store.set("final", "")
+    is_first = store.add("errors", 1) == 1
+    return is_first, store.check(["final"])
+
+
+def _is_first_of_node() -> bool:
+    """Whether no other rank that the same launcher has started here has failed before.
+
+    The first that fails has to speak, whichever it is: the launcher then ends the others.
+    """
+    launcher = psutil.Process(os.getppid())
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"sdpo-scale-failed-{launcher.pid}-{launcher.create_time():.2f}-{attempt}"
     try:
-        store = job_store()
-        if store is None:  # before ranks know each other, each node's first one speaks
-            return os.environ.get("LOCAL_RANK", "0") == "0"
-        store.set_timeout(timedelta(seconds=_CAUSE_SECONDS))
-        end = time.monotonic() + _CAUSE_SECONDS
-        while waits and time.monotonic() < end:
-            if store.add("errors", 0) > 0:
-                return False
-            time.sleep(0.1)
-        return store.add("errors", 1) == 1
-    except RuntimeError:  # the store was the lost rank's
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        Path(tempfile.gettempdir(), name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk must not silence the error
+        return True
+    return True
 
 
 def _print(text: str) -> None:

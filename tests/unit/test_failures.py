@@ -18,10 +18,11 @@ LATE = "[/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation
 
 
 @pytest.fixture(autouse=True)
-def killed(monkeypatch: pytest.MonkeyPatch):
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Signals that would have been sent; the handler of SIGTERM is put back afterwards."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(failures.os, "kill", lambda *arguments: sent.append(arguments))
+    monkeypatch.setattr(failures.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(waiting, "_phase", "start")
     monkeypatch.setattr(failures, "_CAUSE_SECONDS", 2.0)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NNODES"):
@@ -73,11 +74,13 @@ def test_alone_an_error_is_a_sentence(capsys: pytest.CaptureFixture[str], killed
 def test_before_ranks_know_each_other_one_of_each_node_speaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    for rank in range(16):
+    for rank in (3, 0, 1, 2):
         on_rank(monkeypatch, rank)
         report(ValueError("no such file"), is_users=True)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["error on rank 0: no such file", "error on rank 8: no such file"]
+    assert capsys.readouterr().err == "error on rank 3: no such file\n"
+    on_rank(monkeypatch, 1, TORCHELASTIC_RESTART_COUNT="1")
+    report(ValueError("no such file"), is_users=True)
+    assert capsys.readouterr().err == "error on rank 1: no such file\n"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,22 @@ def test_CKP_15_torchrun_is_asked_not_to_repeat_an_error_of_the_user(
     on_rank(monkeypatch, 3, TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="3")
     report(error, is_users=True)
     assert killed == ([(os.getppid(), signal.SIGTERM)] if is_refused else [])
+
+
+def test_CKP_15_each_node_is_asked_once(monkeypatch: pytest.MonkeyPatch, killed: list):
+    for rank in range(8):
+        on_rank(monkeypatch, rank, TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="3")
+        report(ValueError("beta"), is_users=True)
+    assert len(killed) == 1
+
+
+def test_a_full_disk_silences_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    on_rank(monkeypatch, 1)
+    monkeypatch.setattr(failures.tempfile, "gettempdir", lambda: str(tmp_path / "nowhere"))
+    report(ValueError("beta"), is_users=True)
+    assert capsys.readouterr().err == "error on rank 1: beta\n"
 
 
 def test_where_no_restart_would_follow_the_launcher_is_left_alone(

@@ -1,0 +1,132 @@
+"""Runs on two CPU processes, started as users start them, and how they end."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.helpers.runs import options, read_lines, save_model, steps_of, text_rows, write_rows
+
+pytestmark = pytest.mark.distributed
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    save_model(folder / "model")
+    write_rows(folder / "train.jsonl", text_rows(16))
+    return folder
+
+
+def write_config(files: Path, folder: Path, **changes: Any) -> str:
+    values = options(
+        folder,
+        model=files / "model",
+        train_dataset=files / "train.jsonl",
+        optim="adamw_torch",
+        **{"max_steps": 3, **changes},
+    )
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    given = {"PATH": path, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "2", **variables}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **given}
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in steps_of(read_lines(folder / "output" / "metrics.jsonl"))]
+
+
+def test_torchrun_script(files: Path, tmp_path: Path):
+    config = write_config(files, tmp_path, max_steps=2)
+    done = run("bash", "launch/torchrun.sh", config)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert steps(tmp_path) == [1, 2]
+    assert done.stdout.startswith("torchrun --nnodes 1 --nproc-per-node 2 ")
+    assert "--world-size 2" in done.stdout.splitlines()[0]
+
+
+def test_accelerate_launch_with_the_shipped_file_shards_by_FSDP2(files: Path, tmp_path: Path):
+    config = write_config(files, tmp_path)
+    command = ["accelerate", "launch", "--config_file", "ds_configs/fsdp2.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0"]
+    done = run(*command, "tests/helpers/train_on_ranks.py", "fsdp2", config)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_deepspeed_launcher_with_the_shipped_file_shards_by_ZeRO_3(files: Path, tmp_path: Path):
+    config = write_config(files, tmp_path, deepspeed=ROOT / "ds_configs/zero3.json")
+    command = ["deepspeed", "--hostfile", "none", "--num_gpus", "2", "--no_local_rank"]
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = str(probe.getsockname()[1])
+    done = run(*command, "--master_port", port, "tests/helpers/train_on_ranks.py", "zero3", config)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_CKP_15_an_error_in_the_config_is_printed_once_and_not_tried_again(
+    files: Path, tmp_path: Path
+):
+    done = run("bash", "launch/torchrun.sh", write_config(files, tmp_path), "--beta", "-1")
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if "beta must be positive" in line]
+    assert len(said) == 1, done.stderr
+    assert re.fullmatch(r"error on rank [01]: beta must be positive, got -1.0", said[0])
+
+
+def test_a_rank_that_is_killed_ends_the_job_with_one_error(files: Path, tmp_path: Path):
+    config = write_config(files, tmp_path, max_steps=100_000)
+    with subprocess.Popen(
+        ["bash", "launch/torchrun.sh", config],
+        cwd=ROOT,
+        env=environment(MAX_RESTARTS="0"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stderr is not None
+        ranks = psutil.Process(job.pid)
+        for line in job.stderr:
+            if line.startswith("step 2/"):
+                break
+        (victim,) = (
+            process
+            for process in ranks.children(recursive=True)
+            if process.environ().get("RANK") == "1" and "sdpo_scale" in process.cmdline()
+        )
+        victim.kill()
+        _, rest = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 1
+    assert rest.count("Traceback (most recent call last)") == 1  # torchrun's own, of its report
+    cause = rest[rest.index("Root Cause") :]
+    assert "(local_rank: 1)" in cause
+    assert "Signal 9 (SIGKILL)" in cause
+    assert "onnection closed" not in rest
+    assert "onnection reset" not in rest
