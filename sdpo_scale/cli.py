@@ -89,7 +89,8 @@ def _result_or_code(options: argparse.Namespace, fields: Sequence[str]) -> dict[
         report(error, is_users=True)
         return 2
     except _StoppedError as stop:
-        print(stop, file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":
+            print(stop, file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         print("interrupted; what was saved before is complete", file=sys.stderr)

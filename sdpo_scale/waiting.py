@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 import uuid
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -149,10 +150,10 @@ def once_per_folder(what: str, folder: Path, work: Callable[[], Any], *, request
             outcome = work(), None
         except Exception as error:
             outcome = None, error
-        store.set(f"{key}/{leader}", pickle.dumps(outcome))
+        store.set(f"{key}/{leader}", b64encode(pickle.dumps(outcome)).decode())
     else:
         _wait(store, what, lambda: store.check([f"{key}/{leader}"]), lambda: [leader])
-        outcome = pickle.loads(store.get(f"{key}/{leader}"))
+        outcome = pickle.loads(b64decode(store.get(f"{key}/{leader}")))
     wait_for_all(what)
     if is_leader:
         claim.unlink(missing_ok=True)
@@ -220,7 +221,8 @@ def _show_life(store: Store) -> None:
         return
     _signs = ended = threading.Event()
     # a connection of its own: the main thread's may be held by a call that blocks
-    own, key = store.clone(), f"alive/{dist.get_rank()}"
+    shared: Any = store  # whose type does not know clone, as of PyTorch 2.13
+    own, key = shared.clone(), f"alive/{dist.get_rank()}"
 
     def run() -> None:
         while True:

@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,33 @@ def steps(folder: Path) -> list[int]:
     return [line["step"] for line in steps_of(read_lines(folder / "output" / "metrics.jsonl"))]
 
 
-def test_torchrun_script(files: Path, tmp_path: Path):
-    config = write_config(files, tmp_path, max_steps=2)
-    done = run("bash", "launch/torchrun.sh", config)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert steps(tmp_path) == [1, 2]
-    assert done.stdout.startswith("torchrun --nnodes 1 --nproc-per-node 2 ")
-    assert "--world-size 2" in done.stdout.splitlines()[0]
+def until(line_start: str, lines: Iterable[str]) -> None:
+    next(line for line in lines if line.startswith(line_start))
+
+
+def test_torchrun_script_trains_and_at_SIGTERM_saves_and_ends_with_143(files: Path, tmp_path: Path):
+    config = write_config(files, tmp_path, max_steps=100_000)
+    with subprocess.Popen(
+        ["bash", "launch/torchrun.sh", config],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        command = job.stdout.readline()
+        until("step 2/", job.stderr)
+        job.terminate()
+        _, rest = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 143
+    assert command.startswith("torchrun --nnodes 1 --nproc-per-node 2 ")
+    assert "--world-size 2" in command
+    (saved,) = (tmp_path / "output").glob("checkpoint-*")
+    step = int(saved.name.removeprefix("checkpoint-"))
+    assert steps(tmp_path) == list(range(1, step + 1))
+    assert rest.count(f"stopped by SIGTERM after step {step}") == 1
 
 
 def test_accelerate_launch_with_the_shipped_file_shards_by_FSDP2(files: Path, tmp_path: Path):
@@ -113,9 +134,7 @@ def test_a_rank_that_is_killed_ends_the_job_with_one_error(files: Path, tmp_path
     ) as job:
         assert job.stderr is not None
         ranks = psutil.Process(job.pid)
-        for line in job.stderr:
-            if line.startswith("step 2/"):
-                break
+        until("step 2/", job.stderr)
         (victim,) = (
             process
             for process in ranks.children(recursive=True)
