@@ -17,7 +17,7 @@ from tests.helpers.runs import options, read_lines, save_model, steps_of, text_r
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120
+PATIENCE = 300
 
 
 @pytest.fixture(scope="module")
