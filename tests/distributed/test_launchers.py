@@ -1,5 +1,7 @@
 """Runs on two CPU processes, started as users start them, and how they end."""
 
+import base64
+import json
 import os
 import re
 import socket
@@ -110,6 +112,32 @@ def test_deepspeed_launcher_with_the_shipped_file_shards_by_ZeRO_3(files: Path, 
     done = run(*command, "--master_port", port, "tests/helpers/train_on_ranks.py", "zero3", config)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_LCH_03_what_DeepSpeed_hands_to_pdsh(files: Path, tmp_path: Path):
+    for name, text in (("ssh", "echo 10.0.0.1"), ("pdsh", 'echo "$PDSH_SSH_ARGS_APPEND|$*"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = run(
+        *("bash", "launch/deepspeed.sh", write_config(files, tmp_path)),
+        PATH=f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        HOSTFILE="tests/cases/LCH-03/hostfile",
+        PDSH_SSH_ARGS_APPEND="-i key",
+        NCCL_SOCKET_IFNAME="ib0",
+        HF_HOME="/data/hf",
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+        SDPO_RUN="a b",
+    )
+    assert done.returncode == 0, done.stderr
+    ssh, _, command = done.stdout.splitlines()[-1].partition("|")
+    assert ssh == "-i key -o BatchMode=yes"
+    for variable in ("NCCL_SOCKET_IFNAME=ib0", "HF_HOME=/data/hf", 'SDPO_RUN="a b"'):
+        assert f"export {variable};" in command
+    assert "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True;" in command
+    world = json.loads(base64.urlsafe_b64decode(re.findall(r"--world_info=(\S+)", command)[0]))
+    assert {name: len(slots) for name, slots in world.items()} == {"node-a": 8, "node-b": 4}
+    assert "--world-size 12" in command
+    assert "--expect-variables HF_HOME," in command
 
 
 def test_CKP_15_an_error_in_the_config_is_printed_once_and_not_tried_again(
