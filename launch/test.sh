@@ -34,7 +34,7 @@ ruff format --check .
 say "mypy"
 mypy
 say "shellcheck"
-shellcheck launch/*.sh .ci/run
+shellcheck -x launch/*.sh launch/slurm.sbatch launch/common.bash .ci/run
 say "pytest"
 python -m pytest "$@"
 say "all checks passed"

@@ -28,10 +28,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from sdpo_scale.metrics import MetricSums, StepCounts
 from sdpo_scale.record import Ranks, StepResult
+from sdpo_scale.waiting import begin_phase
 
 __all__ = [
     "CONSOLE",
     "MetricsFile",
+    "PhaseNames",
     "ProgressBar",
     "StepLog",
     "StopSignal",
@@ -225,6 +227,32 @@ class StopSignal(TrainerCallback):
 
     def _receive(self, *_args: Any) -> None:
         self._is_pending = True
+
+
+class PhaseNames(TrainerCallback):
+    """Names what ranks do together, for the message of a collective that takes too long."""
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A step."""
+        begin_phase(f"step {state.global_step + 1}")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What follows on it."""
+        if control.should_evaluate:
+            begin_phase(f"the evaluation at step {state.global_step}")
+        elif control.should_save:
+            begin_phase(f"the checkpoint of step {state.global_step}")
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """What follows on an evaluation."""
+        if control.should_save:
+            begin_phase(f"the checkpoint of step {state.global_step}")
 
 
 def _step_of(line: str) -> float:

@@ -1,6 +1,7 @@
 """``sdpo-scale``: parse and dispatch.
 
     sdpo-scale train CONFIG [--field value ...] [--json]    train, evaluate, save
+    sdpo-scale train CONFIG --dry-run [--world-size N]      what that would do; starts nothing
     sdpo-scale score CONFIG [--field value ...] [--json]    fill the reference cache only
     sdpo-scale verify CONFIG [--num_draws N] [--warmup_steps N] [--field value ...] [--json]
                                                             is the pruned gradient unbiased?
@@ -34,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0; 1 if verify finds a bias; 2 if something the user gave cannot be used; 130
-        if interrupted; 143 if stopped by SIGTERM, after a checkpoint.
+        The exit code: 0; 1 if verify finds a bias or a rank fails; 2 if something the user gave
+        cannot be used; 130 if interrupted; 143 if stopped by SIGTERM, after a checkpoint.
     """
     parser = argparse.ArgumentParser(
         prog="sdpo-scale",
@@ -52,40 +53,90 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or demo")
         command.add_argument("--json", action="store_true", help="print the result as JSON")
+        if name == "train":
+            _add_launch_options(command)
         if name == "verify":
             command.add_argument("--num_draws", type=int, default=100, metavar="N")
             command.add_argument(
                 "--warmup_steps", type=int, default=4, metavar="N", help="steps taken before"
             )
     options, fields = parser.parse_known_args(arguments)
+    _start_logging()
+    result = _result_or_code(options, fields)
+    if isinstance(result, int):
+        return result
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if options.json:
+        print(json.dumps(result))
+    elif options.command == "train" and options.dry_run:
+        from sdpo_scale.reporting.dry_run import describe
+
+        print("\n".join(describe(result)))
+    else:
+        _show(result)
+    return 0 if result.get("unbiased", True) else 1
+
+
+def _result_or_code(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any] | int:
     # imported late: --help and misspelt commands should not wait for torch
     from sdpo_scale.data.reference import NonFiniteError
-    from sdpo_scale.options import read_config
+    from sdpo_scale.failures import report
 
-    _start_logging()
+    try:
+        return _run(options, fields)
+    except (ValueError, OSError, ModuleNotFoundError, NonFiniteError) as error:
+        report(error, is_users=True)
+        return 2
+    except _StoppedError as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(stop, file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except KeyboardInterrupt:
+        print("interrupted; what was saved before is complete", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        report(error, is_users=False)
+        return 1
+
+
+def _add_launch_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dry-run", action="store_true", help="check, tokenize and plan; load and start nothing"
+    )
+    command.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks that the job is meant to have: planned for, or else checked",
+    )
+    command.add_argument(
+        "--expect-variables",
+        metavar="A,B",
+        help="environment variables without which a rank refuses to start",
+    )
+
+
+def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
+    from sdpo_scale.failures import check_variables, check_world
+    from sdpo_scale.options import read_config, read_options
+
+    if options.command == "train" and options.dry_run:
+        from sdpo_scale.reporting.dry_run import dry_run
+
+        world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        return dry_run(read_options(options.config, fields), world_size=world_size)
+    if options.command == "train":
+        check_world(options.world_size)
+        check_variables(options.expect_variables)
     run: dict[str, Callable[[Any], dict[str, Any]]] = {
         "train": _train,
         "score": _score,
         "verify": partial(_verify, options),
     }
-    try:
-        result = run[options.command](read_config(options.config, fields))
-    except (ValueError, OSError, ModuleNotFoundError, NonFiniteError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except _StoppedError as stop:
-        print(stop, file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except KeyboardInterrupt:
-        print("interrupted; what was saved before is complete", file=sys.stderr)
-        return 130
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if options.json:
-        print(json.dumps(result))
-    else:
-        _show(result)
-    return 0 if result.get("unbiased", True) else 1
+    return run[options.command](read_config(options.config, fields))
 
 
 def _start_logging() -> None:
@@ -98,7 +149,9 @@ def _start_logging() -> None:
     logger.setLevel(logging.INFO if is_first_rank else logging.ERROR)
     if logger.handlers:
         return
-    if CONSOLE.is_terminal:  # above the bars; elsewhere lines stay whole, for tools to read
+    if (
+        CONSOLE.is_terminal and is_first_rank
+    ):  # above the bars; elsewhere lines stay whole, for tools to read
         logger.addHandler(
             RichHandler(console=CONSOLE, show_time=False, show_level=False, show_path=False)
         )
@@ -117,7 +170,9 @@ def _trainer(args: Any) -> Any:
 
 def _end(trainer: Any) -> None:
     """Leaves together: a rank that exits early would break the connections of the others."""
-    trainer.accelerator.wait_for_everyone()
+    from sdpo_scale.waiting import wait_for_all
+
+    wait_for_all("all ranks to finish")
     trainer.accelerator.end_training()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainingArguments
 
 from sdpo_scale.modeling.adapters import check_adapter_options
@@ -199,6 +200,9 @@ class SDPOConfig(TrainingArguments):
         if self.deepspeed is not None:
             self.deepspeed = _deepspeed_options(self.deepspeed)
         super().__post_init__()
+        if self.use_cpu and dist.is_initialized():
+            # transformers 5.24 hands ddp_timeout to process groups of GPUs only
+            dist.distributed_c10d._set_pg_timeout(self.ddp_timeout_delta)
         if self.ddp_find_unused_parameters is None:
             # every parameter takes part in every micro-batch, and layers that are recomputed are
             # not in the graph that the search would walk

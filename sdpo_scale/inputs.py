@@ -5,7 +5,7 @@ Everything that a user can get wrong is refused before the weights are read.
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,23 @@ from sdpo_scale.modeling.adapters import (
 )
 from sdpo_scale.modeling.loading import (
     check_config,
+    empty_model,
     load_config,
     load_model,
     load_tokenizer,
     resolve_model_name,
 )
+from sdpo_scale.waiting import once_per_folder
 
 __all__ = ["RunInputs", "prepare_inputs"]
 
 logger = logging.getLogger(__name__)
+
+_DECIDES_PAIRS = (
+    *("on_bad_row", "train_split", "eval_split", "eval_holdout"),
+    *("max_train_samples", "max_eval_samples"),
+)
+"""Options that decide which rows become pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +99,7 @@ def prepare_inputs(
     train_dataset: Any,
     eval_dataset: Any,
     peft_config: Any = None,
+    loads_weights: bool = True,
 ) -> RunInputs:
     """Loads, tokenizes and checks what a run needs.
 
@@ -103,6 +112,7 @@ def prepare_inputs(
         train_dataset: training pairs in any accepted form, or None for ``args.train_dataset``.
         eval_dataset: evaluation pairs, or None for ``args.eval_dataset`` or the held-out prompts.
         peft_config: a ``peft.LoraConfig``, or None for the one that ``args`` describes, if any.
+        loads_weights: False for a model without memory behind its parameters.
 
     Raises:
         ValueError: an option or a model that cannot be used, naming it.
@@ -138,14 +148,22 @@ def prepare_inputs(
             chat_template=args.chat_template,
             **_hub_options(init_kwargs if args.tokenizer is None else {}),
         )
-    with args.main_process_first(local=False, desc="tokenization"):  # the others find it cached
-        datasets, reports = _prepare_datasets(args, tokenizer, train_dataset, eval_dataset)
-    if args.process_index == 0:
-        _list_skipped_rows(args.output_path, reports)
+    data_key = {
+        **tokenizer_fingerprint(tokenizer),
+        "max_length": str(args.max_length),
+        "truncation_mode": args.truncation_mode,
+    }
+    datasets, reports = once_per_folder(
+        "tokenization",
+        args.cache_path,
+        lambda: _prepare_datasets(args, tokenizer, train_dataset, eval_dataset),
+        request=_request(args, data_key, train_dataset, eval_dataset),
+    )
     for part, report in reports.items():
         _check_against_model(report, config, args=args, part=part)
     if isinstance(model, str):
-        model = load_model(model, **{**quantized, **init_kwargs})
+        quantized_kwargs = {**quantized, **init_kwargs}
+        model = load_model(model, **quantized_kwargs) if loads_weights else empty_model(config)
     if adapter is not None:
         model = adapter.attach(model, seed=args.seed, merges=args.merge_adapter)
         prepare_checkpointing(model, args)
@@ -157,11 +175,7 @@ def prepare_inputs(
         train=datasets["train"],
         eval=datasets.get("eval"),
         reports=reports,
-        data_key={
-            **tokenizer_fingerprint(tokenizer),
-            "max_length": str(args.max_length),
-            "truncation_mode": args.truncation_mode,
-        },
+        data_key=data_key,
     )
 
 
@@ -176,6 +190,13 @@ def _hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Those of the model's options that say where its files come from."""
     names = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only")
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
+
+
+def _request(args: SDPOConfig, data_key: dict[str, str], *sources: Any) -> str:
+    """What prepared pairs depend on, as far as ranks may have been started with different ones."""
+    options = {name: getattr(args, name) for name in _DECIDES_PAIRS}
+    given = [source if isinstance(source, str) else type(source).__name__ for source in sources]
+    return repr([data_key, given, options])
 
 
 def _prepare_datasets(
@@ -208,7 +229,10 @@ def _prepare_datasets(
         )
         for line in reports[part].describe():
             logger.info("%s data: %s", part, line)
-    return datasets, reports
+    if args.process_index == 0:
+        _list_skipped_rows(args.output_path, reports)
+    # rows that were left out have been listed; ranks that are handed the report need the rest
+    return datasets, {part: replace(report, skipped_rows=[]) for part, report in reports.items()}
 
 
 def _list_skipped_rows(folder: Path, reports: dict[str, PreparationReport]) -> None:

@@ -13,7 +13,7 @@ import yaml
 from sdpo_scale import demo
 from sdpo_scale.config import SDPOConfig, nearest
 
-__all__ = ["read_config"]
+__all__ = ["read_config", "read_options"]
 
 _ALIASES = {
     "model_name_or_path": "model",
@@ -48,18 +48,27 @@ for _character in "yYnNoO":
 
 
 def read_config(path: str, arguments: Sequence[str] = ()) -> SDPOConfig:
-    """Reads a YAML file and command-line overrides into a config.
+    """Reads a YAML file and command-line overrides into a config; see ``read_options``.
+
+    Raises:
+        ValueError: as there, or a failed check.
+        FileNotFoundError: there is no such file.
+    """
+    return SDPOConfig(**read_options(path, arguments))
+
+
+def read_options(path: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Reads a YAML file and command-line overrides.
 
     Args:
         path: a YAML file, or ``demo`` for the demonstration's.
         arguments: ``--field value`` or ``--field=value``; a field without a value is set to true.
 
     Returns:
-        The checked config.
+        Fields of ``SDPOConfig`` → values of their types.
 
     Raises:
-        ValueError: unknown option (with the nearest name), a value of the wrong type, or a failed
-            check.
+        ValueError: unknown option (with the nearest name), or a value of the wrong type.
         FileNotFoundError: there is no such file.
     """
     file = demo.config_path() if path == "demo" else Path(path)
@@ -71,8 +80,7 @@ def read_config(path: str, arguments: Sequence[str] = ()) -> SDPOConfig:
     options = {_field_name(str(name), where=str(file)): value for name, value in values.items()}
     fields = {f.name: f.type for f in dataclasses.fields(SDPOConfig)}
     options.update(_parse_arguments(arguments, fields))
-    checked = {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
-    return SDPOConfig(**checked)
+    return {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
 
 
 def _yaml(text: str, *, where: str) -> Any:

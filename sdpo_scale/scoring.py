@@ -30,13 +30,23 @@ from sdpo_scale.inputs import RunInputs
 from sdpo_scale.packing.layout import PackLayout, build_idle_layout, build_layout
 from sdpo_scale.packing.plan import pair_costs, plan_ranks
 from sdpo_scale.record import Ranks
+from sdpo_scale.waiting import begin_phase
 
-__all__ = ["RunPairs", "score_pairs"]
+__all__ = ["RunPairs", "ScoredError", "score_pairs"]
 
 logger = logging.getLogger(__name__)
 
 _PAIRS_PER_WINDOW = 256
 """For each rank; a killed run loses at most the window being scored."""
+
+
+class ScoredError(Exception):
+    """Ends a training loop that was started for the sake of its sharded model only."""
+
+    def __init__(self, num_pairs: int) -> None:
+        """Takes the number of pairs that were scored."""
+        self.num_pairs = num_pairs
+        super().__init__(num_pairs)
 
 
 class RunPairs:
@@ -96,7 +106,17 @@ class RunPairs:
 
     def train_loader(self) -> StepLoader:
         """Batches of ``train_batch_size`` pairs; their order is a function of seed and epoch."""
-        return self._loader(self._inputs.train, self._train_batches())
+        return self._loader(self._inputs.train, self.train_batches())
+
+    def train_batches(self) -> StepBatches:
+        """Indices of the training pairs of each step."""
+        args = self._args
+        seed = args.data_seed if args.data_seed is not None else args.seed
+        return StepBatches(
+            len(self._inputs.train),
+            batch_size=args.train_batch_size,
+            seed=seed if args.train_sampling_strategy == "random" else None,
+        )
 
     def eval_loader(self, dataset: Any) -> StepLoader:
         """The evaluation pairs in batches, in their order.
@@ -126,19 +146,10 @@ class RunPairs:
 
     def _used(self) -> dict[str, tuple[PairDataset, NDArray[np.int64]]]:
         """Training pairs: all, unless ``max_steps`` ends the run in its first epoch."""
-        used = {"training": (self._inputs.train, self._train_batches().first(self._args.max_steps))}
+        used = {"training": (self._inputs.train, self.train_batches().first(self._args.max_steps))}
         if self._inputs.eval is not None:
             used["evaluation"] = (self._inputs.eval, np.arange(len(self._inputs.eval)))
         return used
-
-    def _train_batches(self) -> StepBatches:
-        args = self._args
-        seed = args.data_seed if args.data_seed is not None else args.seed
-        return StepBatches(
-            len(self._inputs.train),
-            batch_size=args.train_batch_size,
-            seed=seed if args.train_sampling_strategy == "random" else None,
-        )
 
     def _scored(self, dataset: PairDataset) -> ScoredPairs:
         if self._args.reference_free:
@@ -187,6 +198,7 @@ def score_pairs(
         NonFiniteError: a log-probability is NaN or infinite; nothing of its window is stored.
             Raised on every rank.
     """
+    begin_phase("the reference's log-probabilities")
     hashes = dataset.content_hashes
     wanted = np.unique(indices)
     own = wanted[[cache.row(hashes[i]) < 0 for i in wanted]]

@@ -28,12 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedType,
-    broadcast_object_list,
-    gather_object,
-    wait_for_everyone,
-)
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -41,6 +36,7 @@ from transformers import PreTrainedModel
 
 from sdpo_scale.modeling.loading import model_fingerprint
 from sdpo_scale.record import Ranks
+from sdpo_scale.waiting import current_phase, wait_for_all
 
 __all__ = ["Sharding"]
 
@@ -52,14 +48,14 @@ _DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 class Sharding:
     """The ranks of a run and how a step's gradients meet."""
 
-    def __init__(self, accelerator: Accelerator, *, gradient_reduction: str) -> None:
+    def __init__(self, accelerator: Accelerator, *, reduction: str) -> None:
         """Takes the accelerator that knows backend and ranks, and ``micro_batch`` or ``last``.
 
         Raises:
             ValueError: ``last`` under ZeRO.
         """
         self._accelerator = accelerator
-        reduces_last = {*_DDP, *([DistributedType.FSDP] if gradient_reduction == "last" else [])}
+        reduces_last = {*_DDP, *([DistributedType.FSDP] if reduction == "last" else [])}
         self._reduces_last = accelerator.distributed_type in reduces_last
         self._is_converted = False
         self.ranks = Ranks(
@@ -68,7 +64,7 @@ class Sharding:
             is_first_of_node=accelerator.is_local_main_process,
             **(_COLLECTIVES if accelerator.num_processes > 1 else {}),
         )
-        if gradient_reduction == "last" and self.name.startswith("ZeRO"):
+        if reduction == "last" and self.name.startswith("ZeRO"):
             raise ValueError(
                 "gradient_reduction 'last' is refused: ZeRO reduces gradients as they are made; "
                 "leave it out, or use FSDP2"
@@ -239,12 +235,9 @@ def _sum_over_ranks(tensor: Tensor) -> Tensor:
     return total
 
 
-def _wait(_what: str) -> None:
-    wait_for_everyone()
+def _gather(value: Any) -> list[Any]:
+    wait_for_all(current_phase())  # what is gathered may follow on long work of one rank
+    return list(gather_object([value]))
 
 
-_COLLECTIVES: dict[str, Any] = {
-    "sum": _sum_over_ranks,
-    "gather": lambda value: list(gather_object([value])),
-    "wait": _wait,
-}
+_COLLECTIVES: dict[str, Any] = {"sum": _sum_over_ranks, "gather": _gather, "wait": wait_for_all}

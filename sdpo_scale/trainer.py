@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from sdpo_scale.callbacks import (
     MetricsFile,
+    PhaseNames,
     ProgressBar,
     StepLog,
     StopSignal,
@@ -45,7 +46,7 @@ from sdpo_scale.modeling.loading import matmul_parameters, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
 from sdpo_scale.record import Ranks, StepResult
-from sdpo_scale.scoring import RunPairs
+from sdpo_scale.scoring import RunPairs, ScoredError
 from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
 
@@ -129,7 +130,7 @@ class SDPOTrainer(Trainer):
         self.add_callback(MetricsFile(args.output_path / "metrics.jsonl"))
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
-        self._sharding = Sharding(self.accelerator, gradient_reduction=args.gradient_reduction)
+        self._sharding = Sharding(self.accelerator, reduction=args.gradient_reduction)
         self._sharding.share_buffers(self.model)
         options = inputs.fingerprints(args)
         self._sharding.check_same(options)
@@ -143,6 +144,7 @@ class SDPOTrainer(Trainer):
         self.add_callback(self.stop_signal)
         if inputs.adapter is not None:
             self.add_callback(AdapterCheck(self._sharding.ranks.sum))
+        self.add_callback(PhaseNames())
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._options = StepOptions(
@@ -187,7 +189,7 @@ class SDPOTrainer(Trainer):
             self._only_scores = True
             try:
                 super().train()
-            except _ScoredError as scored:
+            except ScoredError as scored:
                 num_scored = scored.num_pairs
         return {"pairs": self._pairs.num_pairs, "scored": num_scored}
 
@@ -344,8 +346,7 @@ class SDPOTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves where nobody looks, and renames what is complete; no public hook surrounds it."""
         history = self._history if self._pruning.is_active else None
-        best = self.state.best_model_checkpoint
-        step = self.state.global_step
+        best, step = self.state.best_model_checkpoint, self.state.global_step
         with (
             self._checkpoints.writing(step, history=history, protected=best) as aside,
             saving_in(aside, self.args, self.state),
@@ -438,7 +439,7 @@ class SDPOTrainer(Trainer):
         """Scores the reference and checks the packed forward, with the parameters of the start."""
         num_scored = self._score(model)
         if self._only_scores:
-            raise _ScoredError(num_scored)
+            raise ScoredError(num_scored)
         if len(self.inputs.train) > 1:
             forward = partial(self._logprobs, model)
             check_packed_pair(model, self._pairs.shortest_two(), forward=forward, dtype=self._dtype)
@@ -490,11 +491,3 @@ class SDPOTrainer(Trainer):
             return True
         is_first = step == 1 and self.args.logging_first_step
         return is_first or step % self.state.logging_steps == 0
-
-
-class _ScoredError(Exception):
-    """Ends a training loop that was started for the sake of its sharded model."""
-
-    def __init__(self, num_pairs: int) -> None:
-        self.num_pairs = num_pairs
-        super().__init__(num_pairs)

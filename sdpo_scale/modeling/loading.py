@@ -38,6 +38,7 @@ from sdpo_scale.modeling.logprobs import bind_logprob_forward
 __all__ = [
     "FAMILIES",
     "check_config",
+    "empty_model",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -136,19 +137,23 @@ def load_model(name: str, **kwargs: Any) -> PreTrainedModel:
     kwargs.setdefault("dtype", torch.float32)
     is_quantized = "quantization_config" in kwargs
     if is_fsdp_enabled() and dist.get_rank() > 0 and not is_quantized:
-        return _empty_model(name, **kwargs)
+        return _empty_copy(name, **kwargs)
     return AutoModelForCausalLM.from_pretrained(name, **kwargs)
 
 
-def _empty_model(name: str, *, dtype: torch.dtype | str, **kwargs: Any) -> PreTrainedModel:
+def _empty_copy(name: str, *, dtype: torch.dtype | str, **kwargs: Any) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(name, **kwargs)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=kwargs.get("trust_remote_code")
-        )
+    model = empty_model(config, dtype=dtype, trust_remote_code=kwargs.get("trust_remote_code"))
     model.to_empty(device="cpu")  # not meta: Accelerate tells parameters apart by their addresses
     model.tie_weights()
     return model.eval()
+
+
+def empty_model(config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
+    """A model of a config whose parameters have shapes and no memory, to be counted or filled."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kwargs)
+    return model
 
 
 def prepare_model(

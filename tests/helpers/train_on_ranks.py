@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
 def read_arguments(backend: str, path: str) -> Any:
     """The config of a run under a backend, which is ready when this returns."""
     if backend == "fsdp2":
-        os.environ.update(_FSDP2)
+        os.environ.update({**_FSDP2, **os.environ})  # what a launcher has set wins
     changes = _prepare_deepspeed() if backend.startswith("zero") else []
     from accelerate.utils import DistributedType
 

@@ -25,10 +25,11 @@ FLOORS = (
      "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
      "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("config", "options", "inputs", "card", "weighting", "record", "sharding", "step", "checks",
-     "callbacks", "checkpoints", "scoring", "trainer"),
+    ("waiting", "failures", "config", "options", "inputs", "card", "weighting", "record",
+     "sharding", "step", "checks", "callbacks", "checkpoints", "scoring", "trainer"),
     # 5: evidence and commands
-    ("reporting.bench", "reporting.verify", "reporting.report", "cli", "__main__"),
+    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "cli",
+     "__main__"),
 )
 # fmt: on
 ORDER = [module for floor in FLOORS for module in floor]

@@ -34,7 +34,7 @@ def test_readme_is_within_its_budget():
 
 
 def test_nothing_is_left_to_do():
-    paths = [*FILES, *(ROOT / "launch").iterdir()]
+    paths = [*FILES, *(path for path in (ROOT / "launch").rglob("*") if path.is_file())]
     left = [
         f"{name_of(path)}:{number}: {line.strip()}"
         for path in paths
