@@ -176,6 +176,8 @@ class StepLog:
         metrics, counts = self._steps
         self._steps = None
         line = metrics.means(beta=self._beta)
+        if counts.balance:
+            line["load_balance"] = counts.balance / counts.num_steps
         if self._is_pruned:
             line.update(counts.means(**self.sizes))
         if grad_norm is not None:

@@ -63,6 +63,9 @@ class StepCounts:
     second_moment: float = 0.0
     dense_moment: float = 0.0
     max_weight: float = 1.0
+    balance: float = 0.0
+    """Σ over steps of what the most loaded ranks do over what each does on average; 0 for one
+    process."""
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
         """Counts of both."""

@@ -266,6 +266,8 @@ class _Step:
                 world_size=self.ranks.world_size,
             )
             micro_batches = plans.micro_batches[self.ranks.rank]
+            if self.ranks.world_size > 1:  # of two passes, the later one is the longer
+                self.record.counts.balance = plans.balance
         self.record.num_micro_batches += len(micro_batches)
         return [tuple(positions[p] for p in m.positions) if m else () for m in micro_batches]
 

@@ -3,10 +3,7 @@
 SDPO_TEST_KILLS=25 kills more often than the default, which keeps the suite quick.
 """
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,15 @@ from safetensors.torch import load_file
 
 from tests.distributed.test_training_on_ranks import BUDGET, deepspeed_config
 from tests.helpers.gradients import relative_error
-from tests.helpers.runs import options, read_lines, save_model, steps_of, text_rows, write_rows
+from tests.helpers.runs import (
+    options,
+    read_lines,
+    run_forked,
+    save_model,
+    steps_of,
+    text_rows,
+    write_rows,
+)
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +48,7 @@ def calm(files: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pat
     for world_size, backend in ((1, "ddp"), (2, "fsdp2")):
         path = write_config(folder / f"{world_size}.yaml", files)
         phases.append({"config": path, "world_size": world_size, "backend": backend})
-    reports = execute(folder, *phases)
+    reports = run_forked(folder, *phases)
     assert [report["codes"] for report in reports] == [[0], [0, 0]], reports
     return {world_size: folder / str(world_size) / "output" for world_size in (1, 2)}
 
@@ -74,23 +79,6 @@ def write_config(path: Path, files: Path, **changes: Any) -> str:
     return str(path)
 
 
-def execute(folder: Path, *phases: dict[str, Any]) -> list[dict[str, Any]]:
-    """A report for each phase of tests/helpers/forked_runs.py."""
-    path = folder / "phases.json"
-    path.write_text(json.dumps(phases))
-    done = subprocess.run(
-        [sys.executable, "tests/helpers/forked_runs.py", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 def lines_of(output: Path) -> list[dict[str, Any]]:
     return [
         {k: v for k, v in line.items() if not k.endswith(OF_THE_MACHINE) and k not in OF_ONE_START}
@@ -105,7 +93,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_if_it_was_not(
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     path = write_config(tmp_path / "killed.yaml", files, **saves)
     phase = {"config": path, "world_size": world_size, "backend": backend}
-    (report,) = execute(tmp_path, {**phase, "kills": NUM_KILLS, "seed": 1})
+    (report,) = run_forked(tmp_path, {**phase, "kills": NUM_KILLS, "seed": 1})
     assert report["codes"] == [0] * world_size, report["log"]
     output = tmp_path / "killed" / "output"
     assert_same(output, calm[world_size])
@@ -132,7 +120,7 @@ def test_CKP_06_SHD_07_a_run_goes_on_with_another_number_of_ranks(
         for number, size in enumerate(world_sizes, start=1)
     ]
     phases[-1]["stop_at"] = 0
-    reports = execute(tmp_path, *phases)
+    reports = run_forked(tmp_path, *phases)
     assert [report["codes"] for report in reports] == [[0] * size for size in world_sizes]
     output = tmp_path / "moved" / "output"
     expected, found = steps_of(lines_of(calm[1])), steps_of(lines_of(output))
@@ -150,7 +138,7 @@ def test_a_full_disk_loses_nothing_that_was_saved_and_is_named(
     path = write_config(tmp_path / "full.yaml", files, save_strategy="steps", save_steps=4)
     run = {"config": path, "world_size": 2, "backend": "fsdp2"}
     phases = {**run, "stop_at": 6}, {**run, "file_bytes": 20_000}, run
-    first, full, again = execute(tmp_path, *phases)
+    first, full, again = run_forked(tmp_path, *phases)
     assert (first["codes"], full["codes"], again["codes"]) == ([0, 0], [1, 1], [0, 0]), full["log"]
     assert "the checkpoint of step 8 could not be written by rank" in full["log"]
     assert "checkpoint-6, and resume_from_checkpoint: auto goes on from it" in full["log"]

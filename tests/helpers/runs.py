@@ -1,7 +1,10 @@
 """Small runs from files: a model folder, rows of pairs, a config that learns within 20 steps."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from transformers import TrainerCallback
 from sdpo_scale import SDPOConfig, SDPOTrainer
 from tests.helpers import tiny_models, toy_tokenizers
 
+_ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 128  # the toy tokenizers have 108 tokens
 
 
@@ -118,3 +122,20 @@ class SaveAt(TrainerCallback):
 def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of the lines of a metrics file, or of a trainer's log, those of training steps."""
     return [dict(line) for line in lines if "loss" in line]
+
+
+def run_forked(folder: Path, *phases: dict[str, Any]) -> list[dict[str, Any]]:
+    """A report for each phase of tests/helpers/forked_runs.py."""
+    path = folder / "phases.json"
+    path.write_text(json.dumps(phases))
+    done = subprocess.run(
+        [sys.executable, "tests/helpers/forked_runs.py", str(path)],
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
