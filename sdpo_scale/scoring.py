@@ -7,7 +7,7 @@ cache folder: equal contents have equal names.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from sdpo_scale.callbacks import new_progress, show_progress
+from sdpo_scale.checks import longest_pack
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import ScoredPairs, StepBatches, StepLoader, StepPairs, collate
 from sdpo_scale.data.pairs import Pair, PairDataset
@@ -27,12 +29,13 @@ from sdpo_scale.data.reference import (
     ResponseLogprobs,
 )
 from sdpo_scale.inputs import RunInputs
+from sdpo_scale.metrics import MetricSums
 from sdpo_scale.packing.layout import PackLayout, build_idle_layout, build_layout
 from sdpo_scale.packing.plan import pair_costs, plan_ranks
-from sdpo_scale.record import Ranks
+from sdpo_scale.record import Ranks, StepResult
 from sdpo_scale.waiting import begin_phase
 
-__all__ = ["RunPairs", "ScoredError", "score_pairs"]
+__all__ = ["RunPairs", "ScoredError", "score_pairs", "sum_over_batches"]
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +141,13 @@ class RunPairs:
         first, second = np.argsort(dataset.lengths.sum(axis=1), kind="stable")[:2].tolist()
         return dataset[first], dataset[second]
 
-    def longest(self, choose: Callable[[NDArray[np.int64]], Sequence[int]]) -> StepPairs:
-        """A step of some of the training pairs that the run uses, chosen by their tokens [N]."""
+    def fullest_pack(self, max_tokens: int) -> StepPairs:
+        """The training pairs of the fullest micro-batch that the run can come to."""
         dataset, used = self._used()["training"]
-        indices = used[list(choose(dataset.lengths[used].sum(axis=1)))].tolist()
-        return self._scored(dataset).step(indices)
+        lengths = dataset.lengths[used].sum(axis=1)
+        most = self._args.train_batch_size
+        pack = longest_pack(lengths, max_tokens=max_tokens, max_pairs=most)
+        return self._scored(dataset).step(used[list(pack)].tolist())
 
     def _used(self) -> dict[str, tuple[PairDataset, NDArray[np.int64]]]:
         """Training pairs: all, unless ``max_steps`` ends the run in its first epoch."""
@@ -233,6 +238,22 @@ def score_pairs(
             cache.append([hashes[i] for i in window], [scored[int(i)] for i in window])
         ranks.wait("the reference's log-probabilities to be written")
         cache.refresh()
+
+
+@torch.no_grad()
+def sum_over_batches(
+    batches: DataLoader[StepPairs], run: Callable[[StepPairs], StepResult]
+) -> MetricSums:
+    """Metrics of all pairs of an evaluation, each weighing the same, with a bar that moves."""
+    sums: MetricSums | None = None
+    with new_progress("evaluation") as progress:
+        task = progress.add_task("", total=len(batches))
+        for batch in batches:
+            metrics = run(batch).metrics
+            sums = metrics if sums is None else sums + metrics
+            progress.advance(task)
+    assert sums is not None, "preparation refuses an empty data set"
+    return sums
 
 
 @torch.no_grad()

@@ -27,18 +27,16 @@ from sdpo_scale.callbacks import (
     ProgressBar,
     StepLog,
     StopSignal,
-    new_progress,
     peak_memory_bytes,
 )
 from sdpo_scale.card import write_model_card
 from sdpo_scale.checkpoints import Checkpoints, restore_history, saving_in
-from sdpo_scale.checks import AdapterCheck, check_first_step, check_packed_pair, longest_pack
+from sdpo_scale.checks import AdapterCheck, check_first_step, check_packed_pair
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import StepPairs
 from sdpo_scale.data.pairs import Pair
 from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
-from sdpo_scale.metrics import MetricSums
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
 from sdpo_scale.modeling.adapted import adapter_off
 from sdpo_scale.modeling.export import check_whole_model, save_adapted
@@ -46,9 +44,10 @@ from sdpo_scale.modeling.loading import matmul_parameters, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
 from sdpo_scale.record import Ranks, StepResult
-from sdpo_scale.scoring import RunPairs, ScoredError
+from sdpo_scale.scoring import RunPairs, ScoredError, sum_over_batches
 from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
+from sdpo_scale.token_limit import TokenLimit
 
 __all__ = ["SDPOTrainer"]
 
@@ -147,11 +146,17 @@ class SDPOTrainer(Trainer):
         self.add_callback(PhaseNames())
         self._pruning = args.pruning_options
         execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
+        self._limit = TokenLimit(
+            args.output_path,
+            configured=args.max_tokens,
+            longest=int(inputs.train.lengths.sum(axis=1).max()),
+            world_size=self._sharding.ranks.world_size,
+        )
         self._options = StepOptions(
             objective=args.objective,
             beta=args.beta,
             label_smoothing=args.label_smoothing,
-            max_tokens=args.max_tokens,
+            max_tokens=self._limit.max_tokens,
             score_max_tokens=args.score_max_tokens or 2 * args.max_tokens,
             recomputes=bool(args.activation_checkpointing) or execution == "checkpoint",
             hidden_size=self.model.config.hidden_size,
@@ -265,9 +270,7 @@ class SDPOTrainer(Trainer):
         if not self._is_rehearsed:
             self._rehearse(model)
         start = time.perf_counter()
-        result = self.run_pairs(
-            model, inputs, weight=1.0, with_statistics=self._will_log(), draw=self.step_draw()
-        )
+        result = self._run_step(model, inputs)
         if result.observations is not None:
             self._history.observe(result.observations)
         if is_first_update and self.inputs.starts_at_reference(self.args):
@@ -288,21 +291,15 @@ class SDPOTrainer(Trainer):
         was_training = model.training
         model.eval()
         start = time.perf_counter()
-        sums: MetricSums | None = None
-        with new_progress("evaluation") as progress, torch.no_grad():
-            task = progress.add_task("", total=len(dataloader))
-            for batch in dataloader:
-                result = self.run_pairs(model, batch, weight=None, with_statistics=True)
-                sums = result.metrics if sums is None else sums + result.metrics
-                progress.advance(task)
+        run = partial(self.run_pairs, model, weight=None, with_statistics=True)
+        sums = sum_over_batches(dataloader, run)
         model.train(was_training)
-        assert sums is not None, "preparation refuses an empty data set"
-        metrics = {"loss": sums.loss, **sums.means(beta=self.args.beta)}
-        metrics["pairs_per_second"] = sums.num_pairs / (time.perf_counter() - start)
+        speed = sums.num_pairs / (time.perf_counter() - start)
+        metrics = {"loss": sums.loss, **sums.means(beta=self.args.beta), "pairs_per_second": speed}
         return EvalLoopOutput(
             predictions=None,  # type: ignore[arg-type]  # metrics only, as with prediction_loss_only
             label_ids=None,
-            metrics={f"{metric_key_prefix}_{name}": value for name, value in metrics.items()},
+            metrics={f"{metric_key_prefix}_{name}": v for name, v in metrics.items()},
             num_samples=sums.num_pairs,
         )
 
@@ -394,6 +391,23 @@ class SDPOTrainer(Trainer):
             ranks=self._sharding.ranks if ranks is None else ranks,
         )
 
+    def _run_step(self, model: nn.Module, inputs: StepPairs | None) -> StepResult:
+        """A step, or without pairs the rehearsal; repeated in smaller packs if it does not fit."""
+        while True:
+            try:
+                if inputs is None:
+                    longest = self._pairs.fullest_pack(self._options.max_tokens)
+                    # weight 0, since not every backend can take gradients back; the same on each
+                    return self.run_pairs(
+                        model, longest, weight=0.0, with_statistics=True, ranks=Ranks()
+                    )
+                run = partial(self.run_pairs, model, inputs, with_statistics=self._will_log())
+                return run(weight=1.0, draw=self.step_draw())
+            except torch.OutOfMemoryError as error:
+                max_tokens = self._limit.lower(error, step=self.state.global_step + 1)
+            model.zero_grad()  # outside of the handler, whose traceback holds the step's tensors
+            self._options = replace(self._options, max_tokens=max_tokens)
+
     def _forward(
         self,
         model: nn.Module,
@@ -436,7 +450,7 @@ class SDPOTrainer(Trainer):
         return num_scored
 
     def _before_training(self, model: nn.Module) -> None:
-        """Scores the reference and checks the packed forward, with the parameters of the start."""
+        """Scores the reference and checks packs, with the parameters of the start."""
         num_scored = self._score(model)
         if self._only_scores:
             raise ScoredError(num_scored)
@@ -449,21 +463,13 @@ class SDPOTrainer(Trainer):
 
     def _rehearse(self, model: nn.Module) -> None:
         """Runs the run's longest pack once, so that running out of memory happens now or never."""
-        inputs = self._pairs.longest(
-            partial(
-                longest_pack,
-                max_tokens=self.args.max_tokens,
-                max_pairs=self.args.train_batch_size,
-            )
-        )
-        # weight 0, since not every backend can take gradients back; on each rank the same
-        result = self.run_pairs(model, inputs, weight=0.0, with_statistics=True, ranks=Ranks())
+        result = self._run_step(model, None)
         model.zero_grad()
         self._sharding.before_first_step(self.optimizer, self.state.global_step)
         self._is_rehearsed = True
         logger.info(
             "check: longest pack rehearsed: %d pairs, %d tokens, peak memory %.2f GiB",
-            len(inputs[0]),
+            result.metrics.num_pairs,
             result.counts.executed_tokens,
             peak_memory_bytes(self.args.device) / 2**30,
         )

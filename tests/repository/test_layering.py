@@ -26,7 +26,8 @@ FLOORS = (
      "data.reference", "data.loader", "metrics"),
     # 4: the step
     ("waiting", "failures", "config", "options", "inputs", "card", "weighting", "record",
-     "sharding", "step", "checks", "callbacks", "checkpoints", "scoring", "trainer"),
+     "sharding", "step", "checks", "callbacks", "checkpoints", "scoring",
+     "token_limit", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "cli",
      "__main__"),
