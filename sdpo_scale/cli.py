@@ -96,7 +96,7 @@ def _result_or_code(options: argparse.Namespace, fields: Sequence[str]) -> dict[
         print("interrupted; what was saved before is complete", file=sys.stderr)
         return 130
     except Exception as error:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
+        if os.environ.get("WORLD_SIZE", "1") == "1" and not isinstance(error, MemoryError):
             raise
         report(error, is_users=False)
         return 1

@@ -110,7 +110,7 @@ def report(error: BaseException, *, is_users: bool) -> None:
 def _text_of(error: BaseException) -> str:
     """A sentence where the error is about other ranks, else the traceback."""
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if isinstance(error, RankLostError):
+    if isinstance(error, RankLostError | MemoryError):
         return str(error)
     if _says(error, ("eaddrinuse",)):
         return (

@@ -29,6 +29,12 @@ _ALIASES = {
 }
 """Names that users of TRL, transformers and their examples type → the field here."""
 
+_NOT_HERE = {
+    "streaming": "a streaming source has no length, which schedule and order of pairs need; give "
+    "files, whose rows are tokenized to disk once, and max_steps to end early",
+}
+"""Names that they type and that have nothing like them here → what to do instead."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML with the scalars of YAML 1.2: ``5e-7`` is a number, ``no`` is text, ``true`` a truth."""
@@ -110,6 +116,8 @@ def _parse_arguments(arguments: Sequence[str], fields: Mapping[str, Any]) -> dic
 def _field_name(name: str, *, where: str) -> str:
     name = name.replace("-", "_")
     name = _ALIASES.get(name, name)
+    if name in _NOT_HERE:
+        raise ValueError(f"{where}: option {name!r} is refused: {_NOT_HERE[name]}")
     known = [f.name for f in dataclasses.fields(SDPOConfig)]
     if name not in known:
         raise ValueError(f"{where}: unknown option {name!r}{nearest(name, [*known, *_ALIASES])}")

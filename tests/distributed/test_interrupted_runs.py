@@ -143,3 +143,21 @@ def test_a_full_disk_loses_nothing_that_was_saved_and_is_named(
     assert "the checkpoint of step 8 could not be written by rank" in full["log"]
     assert "checkpoint-6, and resume_from_checkpoint: auto goes on from it" in full["log"]
     assert_same(tmp_path / "full" / "output", calm[2])
+
+
+def test_DST_07_ranks_end_together_and_the_next_start_takes_smaller_micro_batches(
+    files: Path, tmp_path: Path, calm: dict[int, Path]
+):
+    path = write_config(tmp_path / "hit.yaml", files, save_strategy="steps", save_steps=4)
+    run = {"config": path, "world_size": 2, "backend": "fsdp2"}
+    hit, again = run_forked(tmp_path, {**run, "out_of_memory_at": 6}, run)
+    assert hit["codes"] == [1, 1]
+    assert "step 6 ran out of memory with micro-batches of 130 tokens" in hit["log"]
+    assert again["codes"] == [0, 0], again["log"]
+    assert "not 130: an earlier start ran out of memory" in again["log"]
+    found = steps_of(lines_of(tmp_path / "hit" / "output"))
+    expected = steps_of(lines_of(calm[2]))
+    assert [line["step"] for line in found] == list(range(1, 21))
+    for name in ("loss", "grad_norm", "pruning/backward_fraction"):
+        values = [line[name] for line in found]
+        assert values == pytest.approx([line[name] for line in expected], rel=1e-4), name

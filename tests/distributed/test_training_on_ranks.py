@@ -204,6 +204,20 @@ def test_two_ranks_train_as_one_process_does(
     assert all(line["load_balance"] >= 1 for line in found)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_CKP_10_the_exported_model_computes_what_the_trained_one_did(
+    backend: str, on_ranks: Any, files: Path, tmp_path: Path
+):
+    output = on_ranks(backend, "dense")
+    live = [line for line in read_lines(output / "metrics.jsonl") if "eval_logps/chosen" in line]
+    data = {name: str(files / f"{name}.jsonl") for name in ("train", "eval")}
+    exported = SDPOTrainer(
+        args=config(tmp_path, train_dataset=data["train"], eval_dataset=data["eval"], model=output)
+    ).evaluate()
+    for name in ("logps/chosen", "logps/rejected", "entropy"):
+        assert exported[f"eval_{name}"] == pytest.approx(live[-1][f"eval_{name}"], rel=1e-6), name
+
+
 @pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
 def test_PRN_01_a_rank_that_keeps_nothing_does_not_stop_the_others(
     backend: str, files: Path, tmp_path: Path

@@ -12,6 +12,7 @@ list of phases, executed in order:
                      that ends first is moved aside and begun anew; the last one may end
     {…, "file_bytes": 100000}                                       no rank can write a larger file
     {…, "stop_at": 7}                                    saves after this step and ends as it should
+    {…, "out_of_memory_at": 7}                        the last rank has no memory left in this step
 
 Prints a JSON line for each: exit codes of the last run's ranks, and what the kills met.
 """
@@ -43,7 +44,7 @@ def main() -> None:
         log = Path(sys.argv[1]).with_suffix(f".{number}.log")
         report = _kill_again_and_again(phase, log) if "kills" in phase else {}
         codes = _wait(_start(phase, log), _PATIENCE)
-        report |= {"codes": codes, "log": log.read_text()[-6000:]}
+        report |= {"codes": codes, "log": log.read_text()[-20000:]}
         sys.stdout.write(json.dumps(report) + "\n")
 
 
@@ -81,6 +82,7 @@ def _fork(phase: dict[str, Any], rank: int, port: int, log: Path) -> int:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase["world_size"]}
         names |= {"LOCAL_WORLD_SIZE": phase["world_size"], "MASTER_PORT": port}
         names |= {"MASTER_ADDR": "127.0.0.1", "STOP_AT": phase.get("stop_at", 0)}
+        names["OUT_OF_MEMORY_AT"] = phase.get("out_of_memory_at", 0)
         os.environ.update({name: str(value) for name, value in names.items()})
         from tests.helpers import train_on_ranks
 

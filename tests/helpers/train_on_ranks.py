@@ -30,6 +30,7 @@ def main(arguments: list[str]) -> None:
     logging.getLogger("sdpo_scale").setLevel(logging.INFO)
     if os.environ.get("DROPS_EVERYTHING") == os.environ["RANK"]:
         _drop_everything()
+    _run_out_of_memory_at(int(os.environ.get("OUT_OF_MEMORY_AT", "0")))
     called = _record_collectives() if "COLLECTIVES" in os.environ else []
     for path in paths:
         args = read_arguments(backend, path)
@@ -42,6 +43,8 @@ def main(arguments: list[str]) -> None:
                 json.dump(called, file)
         _check_backend(backend, trainer)
         trainer.save_model()
+        if trainer.inputs.eval is not None:
+            trainer.evaluate()  # to compare with the saved model
         trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
@@ -70,6 +73,23 @@ def _stop_after(step: int) -> Any:
             control.should_save = control.should_training_stop = state.global_step == step
 
     return StopAfter()
+
+
+def _run_out_of_memory_at(step: int) -> None:
+    """In a backward of the last rank, from then on."""
+    import torch
+
+    from sdpo_scale.trainer import SDPOTrainer
+
+    backward = SDPOTrainer._backward
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step + 1 == step:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        backward(self, *args, **kwargs)
+
+    if step and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        SDPOTrainer._backward = fail
 
 
 def _record_collectives() -> list[str]:

@@ -123,6 +123,11 @@ def test_NUM_08_dropout_of_the_config_is_not_applied_and_stays_in_the_saved_conf
     assert saved["attention_dropout"] == 0.1
 
 
+def test_case_dst_06_max_steps_wins_over_epochs(train: Train):
+    trainer = train(max_steps=10, num_train_epochs=1)
+    assert trainer.state.global_step == 10
+
+
 def test_the_rehearsal_happens_once_and_leaves_no_gradient(
     make: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -62,6 +62,11 @@ def test_a_wrong_file_is_refused_by_name(text, message, tmp_path):
         read_config(write(tmp_path, text))
 
 
+def test_case_dst_06_a_source_without_length_is_refused():
+    with pytest.raises(ValueError, match=r"'streaming' is refused: .* no length, .* max_steps"):
+        read_config("tests/cases/DST-06/config.yaml")
+
+
 def test_a_missing_file_and_a_stray_argument_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
         read_config("nowhere.yaml")
