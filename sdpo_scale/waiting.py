@@ -234,5 +234,12 @@ def _show_life(store: Store) -> None:
                 return
 
     own.set_timeout(timedelta(seconds=DEAD_AFTER_SECONDS))
-    threading.Thread(target=run, name="signs of life", daemon=True).start()
-    atexit.register(ended.set)
+    thread = threading.Thread(target=run, name="signs of life", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        # a daemon thread within the store's C++ code would abort the process as Python finalizes
+        ended.set()
+        thread.join(timeout=SIGN_SECONDS)
+
+    atexit.register(end)

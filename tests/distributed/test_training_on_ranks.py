@@ -43,11 +43,12 @@ MODES: dict[str, dict[str, Any]] = {
 RUN = {"num_train_epochs": 2, "train_batch_size": 5, "max_tokens": 130, "optim": "adamw_torch"}
 BY_GRADIENTS = {
     "optim": "sgd",
-    "learning_rate": 0.5,
+    "learning_rate": 0.2,
     "max_grad_norm": 0.0,
     "num_train_epochs": 1,
 }
-"""The update of a run is then the sum of its steps' gradients."""
+"""The update of a run is then the sum of its steps' gradients; at a larger rate the rounding of one
+step grows in the next ones."""
 TOLERANCE = 1e-5
 """Distance of that sum over the 3 steps of an epoch, by its norm, each parameter, float32."""
 

@@ -60,6 +60,11 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(IDS).logits
 
 
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """By the norm: a merge rounds weights, and single logits are near 0."""
+    return float((found - expected).norm() / expected.norm())
+
+
 @pytest.mark.parametrize("reference", ["start", "base"])
 def test_the_gradient_of_an_adapter_is_that_of_plain_dpo(
     reference: str, files: Path, make: Make, tmp_path: Path
@@ -242,7 +247,7 @@ def test_the_adapter_and_the_merged_model_have_the_logits_of_the_trained_one(
     assert {name: set(keys) for name, keys in info.items() if keys} == {}
     assert type(merged) is type(plain)
     assert merged.state_dict().keys() == plain.state_dict().keys()
-    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)
+    assert distance(logits(merged), expected) < 1e-5
 
     loaded = peft.PeftModel.from_pretrained(plain, output / "checkpoint-2")
     assert torch.equal(logits(loaded), expected)
@@ -356,7 +361,7 @@ def test_a_tied_model_trains_with_an_adapter_elsewhere(files: Path, make: Make):
     trainer.save_model()
     loaded = AutoModelForCausalLM.from_pretrained(trainer.args.output_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    torch.testing.assert_close(logits(loaded), logits(trainer.model), rtol=1e-5, atol=1e-5)
+    assert distance(logits(loaded), logits(trainer.model)) < 1e-5
 
 
 @pytest.mark.parametrize(
