@@ -120,6 +120,85 @@ def robust(
     return weighted_P / (1 - 2 * label_smoothing)
 
 
+def nca_pair(
+    chosen_sum_P: Tensor, rejected_sum_P: Tensor, *, beta: float, **_unread: object
+) -> Tensor:
+    """Noise contrastive alignment: ℓ = −log σ(βA⁺) − ½ log σ(−βA⁺) − ½ log σ(−βA⁻).
+
+    References:
+        Chen et al. 2024, "Noise contrastive alignment of language models with explicit rewards".
+    """
+    chosen_P, rejected_P = beta * chosen_sum_P, beta * rejected_sum_P
+    pushed_down_P = F.logsigmoid(-chosen_P) + F.logsigmoid(-rejected_P)
+    return -F.logsigmoid(chosen_P) - 0.5 * pushed_down_P
+
+
+def bco_pair(
+    chosen_sum_P: Tensor, rejected_sum_P: Tensor, *, beta: float, **_unread: object
+) -> Tensor:
+    """Binary classifier of responses: ℓ = −log σ(βA⁺) − log σ(−βA⁻), without a running shift.
+
+    References:
+        Jung et al. 2024, "Binary classifier optimization for large language model alignment"
+        (with δ = 0, as TRL).
+    """
+    return -F.logsigmoid(beta * chosen_sum_P) - F.logsigmoid(-beta * rejected_sum_P)
+
+
+def sppo_hard(
+    chosen_sum_P: Tensor, rejected_sum_P: Tensor, *, beta: float, **_unread: object
+) -> Tensor:
+    """Self-play preference optimization: ℓ = (A⁺ − 1/(2β))² + (A⁻ + 1/(2β))².
+
+    References:
+        Wu et al. 2024, "Self-play preference optimization for language model alignment", eq. 4.7
+        with the winner's probability 1.
+    """
+    return (chosen_sum_P - 0.5 / beta) ** 2 + (rejected_sum_P + 0.5 / beta) ** 2
+
+
+def apo_zero(
+    chosen_sum_P: Tensor, rejected_sum_P: Tensor, *, beta: float, **_unread: object
+) -> Tensor:
+    """Anchored, for chosen responses better than the policy's: ℓ = 1 − σ(βA⁺) + σ(βA⁻).
+
+    References:
+        D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions",
+        eq. 7.
+    """
+    return torch.sigmoid(-beta * chosen_sum_P) + torch.sigmoid(beta * rejected_sum_P)
+
+
+def apo_down(
+    chosen_sum_P: Tensor, rejected_sum_P: Tensor, *, beta: float, **_unread: object
+) -> Tensor:
+    """Anchored, for chosen responses worse than the policy's: ℓ = σ(βA⁺) + 1 − σ(βΔ).
+
+    References:
+        D'Oosterlinck et al. 2024, eq. 8.
+    """
+    margin_P = beta * (chosen_sum_P - rejected_sum_P)
+    return torch.sigmoid(beta * chosen_sum_P) + torch.sigmoid(-margin_P)
+
+
+def sigmoid_norm(
+    chosen_sum_P: Tensor,
+    rejected_sum_P: Tensor,
+    *,
+    chosen_length_P: Tensor,
+    rejected_length_P: Tensor,
+    beta: float,
+    **_unread: object,
+) -> Tensor:
+    """DPO on token averages: ℓ = −log σ(β(A⁺/n⁺ − A⁻/n⁻)).
+
+    References:
+        Lambert et al. 2024, "Tülu 3: pushing frontiers in open language model post-training".
+    """
+    difference_P = chosen_sum_P / chosen_length_P - rejected_sum_P / rejected_length_P
+    return -F.logsigmoid(beta * difference_P)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """One row of the loss table."""
@@ -136,6 +215,12 @@ OBJECTIVES: dict[str, Objective] = {
     "hinge": Objective(function=hinge, takes_label_smoothing=False),
     "ipo": Objective(function=ipo, takes_label_smoothing=False),
     "robust": Objective(function=robust, takes_label_smoothing=True),
+    "nca_pair": Objective(function=nca_pair, takes_label_smoothing=False),
+    "bco_pair": Objective(function=bco_pair, takes_label_smoothing=False),
+    "sppo_hard": Objective(function=sppo_hard, takes_label_smoothing=False),
+    "apo_zero": Objective(function=apo_zero, takes_label_smoothing=False),
+    "apo_down": Objective(function=apo_down, takes_label_smoothing=False),
+    "sigmoid_norm": Objective(function=sigmoid_norm, takes_label_smoothing=False),
 }
 """``loss_type`` → objective. Names are TRL's."""
 

@@ -55,12 +55,12 @@ def dpo_loss(
 ) -> torch.Tensor:
     """The loss of one pair from its log-ratio sums.
 
-    `lengths` are (chosen, rejected), in tokens; ipo alone reads them.
+    `lengths` are (chosen, rejected), in tokens; ipo and sigmoid_norm alone read them.
 
     References:
         sigmoid: Rafailov et al. 2023, eq. 7; with label smoothing cDPO, Mitchell 2023.
         robust: Chowdhury et al. 2024. hinge: Zhao et al. 2023. ipo: Azar et al. 2023, eq. 17,
-        on mean log-ratios.
+        on mean log-ratios. The others: TRL 1.16's documentation of `loss_type`.
     """
     margin = beta * (chosen_sum - rejected_sum)
     wins, loses = -logsigmoid(margin), -logsigmoid(-margin)
@@ -75,6 +75,26 @@ def dpo_loss(
             return relu(1 - margin)
         case "ipo":
             return (chosen_sum / lengths[0] - rejected_sum / lengths[1] - 1 / (2 * beta)) ** 2
+        case "sigmoid_norm":
+            return -logsigmoid(beta * (chosen_sum / lengths[0] - rejected_sum / lengths[1]))
+    return _loss_of_each_response(name, chosen_sum, rejected_sum, beta)
+
+
+def _loss_of_each_response(
+    name: str, chosen_sum: torch.Tensor, rejected_sum: torch.Tensor, beta: float
+) -> torch.Tensor:
+    chosen, rejected = beta * chosen_sum, beta * rejected_sum
+    match name:
+        case "nca_pair":
+            return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+        case "bco_pair":
+            return -logsigmoid(chosen) - logsigmoid(-rejected)
+        case "sppo_hard":
+            return (chosen_sum - 1 / (2 * beta)) ** 2 + (rejected_sum + 1 / (2 * beta)) ** 2
+        case "apo_zero":
+            return 1 - chosen.sigmoid() + rejected.sigmoid()
+        case "apo_down":
+            return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
     raise ValueError(f"no oracle for the loss {name!r}")
 
 

@@ -19,6 +19,32 @@ def loss(name, chosen, rejected, *, beta=0.1, smoothing=0.0, lengths=(1, 1), dty
     )
 
 
+def minus_log_sigmoid(x):
+    return max(-x, 0) + math.log1p(math.exp(-abs(x)))
+
+
+def sigma(x):
+    return math.exp(-minus_log_sigmoid(x))
+
+
+# (βA⁺, βA⁻, β) → the loss, as TRL 1.16 documents it
+ONE_BY_ONE = {
+    "nca_pair": lambda chosen, rejected, _: (
+        minus_log_sigmoid(chosen)
+        + 0.5 * minus_log_sigmoid(-chosen)
+        + 0.5 * minus_log_sigmoid(-rejected)
+    ),
+    "bco_pair": lambda chosen, rejected, _: (
+        minus_log_sigmoid(chosen) + minus_log_sigmoid(-rejected)
+    ),
+    "sppo_hard": lambda chosen, rejected, beta: (
+        ((chosen - 0.5) / beta) ** 2 + ((rejected + 0.5) / beta) ** 2
+    ),
+    "apo_zero": lambda chosen, rejected, _: 1 - sigma(chosen) + sigma(rejected),
+    "apo_down": lambda chosen, rejected, _: sigma(chosen) + 1 - sigma(chosen - rejected),
+}
+
+
 def closed_form(name, chosen, rejected, *, beta, smoothing, lengths):
     margin = beta * (chosen - rejected)
     softplus = max(-margin, 0) + math.log1p(math.exp(-abs(margin)))  # −log σ(margin)
@@ -29,6 +55,10 @@ def closed_form(name, chosen, rejected, *, beta, smoothing, lengths):
         return ((1 - smoothing) * softplus - smoothing * flipped) / (1 - 2 * smoothing)
     if name == "hinge":
         return max(0.0, 1 - margin)
+    if name in ONE_BY_ONE:
+        return ONE_BY_ONE[name](beta * chosen, beta * rejected, beta)
+    if name == "sigmoid_norm":
+        return minus_log_sigmoid(beta * (chosen / lengths[0] - rejected / lengths[1]))
     return (chosen / lengths[0] - rejected / lengths[1] - 1 / (2 * beta)) ** 2
 
 
