@@ -123,3 +123,6 @@ def _local_bytes(parameter: torch.Tensor) -> int:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # PyTorch's threads may abort a process, now and then, as Python finalizes

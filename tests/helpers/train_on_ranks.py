@@ -147,3 +147,6 @@ def _check_backend(backend: str, trainer: Any) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # PyTorch's threads may abort a process, now and then, as Python finalizes
