@@ -75,6 +75,41 @@ def dpo_loss(
             return relu(1 - margin)
         case "ipo":
             return (chosen_sum / lengths[0] - rejected_sum / lengths[1] - 1 / (2 * beta)) ** 2
+        case "sigmoid_norm":
+            return -logsigmoid(beta * (chosen_sum / lengths[0] - rejected_sum / lengths[1]))
+        case "exo_pair":
+            win, lose = margin.sigmoid(), (-margin).sigmoid()
+            return win * (-wins - math.log(1 - label_smoothing)) + lose * (
+                -loses - math.log(label_smoothing)
+            )
+        case "discopop":
+            mixed = (margin / 0.05).sigmoid()
+            return wins * (1 - mixed) + (-margin).exp() * mixed
+        case "simpo":
+            target = beta * (chosen_sum / lengths[0] - rejected_sum / lengths[1]) - 0.5
+            return -(1 - label_smoothing) * logsigmoid(target) - label_smoothing * logsigmoid(
+                -target
+            )
+        case _:
+            return _anchored_loss(name, chosen_sum, rejected_sum, beta)
+
+
+def _anchored_loss(
+    name: str, chosen_sum: torch.Tensor, rejected_sum: torch.Tensor, beta: float
+) -> torch.Tensor:
+    """Losses that do not depend on the difference alone; formulas as TRL 1.16 writes them."""
+    chosen, rejected = beta * chosen_sum, beta * rejected_sum
+    match name:
+        case "nca_pair":
+            return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+        case "bco_pair":
+            return -logsigmoid(chosen) - logsigmoid(-rejected)
+        case "sppo_hard":
+            return (chosen_sum - 0.5 / beta) ** 2 + (rejected_sum + 0.5 / beta) ** 2
+        case "apo_zero":
+            return 1 - chosen.sigmoid() + rejected.sigmoid()
+        case "apo_down":
+            return chosen.sigmoid() + 1 - (chosen - rejected).sigmoid()
     raise ValueError(f"no oracle for the loss {name!r}")
 
 
