@@ -5,6 +5,7 @@ from typing import Any
 
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.inputs import RunInputs
+from sdpo_scale.objective_options import describe_objective
 
 __all__ = ["model_card", "write_model_card"]
 
@@ -20,7 +21,7 @@ library_name: {library}
 | option | value |
 |---|---|
 | preference pairs | {num_pairs} ({dataset}) |
-| loss | {loss_type}, beta {beta}, label smoothing {label_smoothing} |
+| loss | {objective} |
 | learning rate | {learning_rate} |
 | pairs per step | {train_batch_size} |
 | pruning | {pruning} |
@@ -62,9 +63,7 @@ def model_card(
         title=title,
         dataset=dataset,
         num_pairs=num_pairs,
-        loss_type=args.loss_type,
-        beta=args.beta,
-        label_smoothing=args.label_smoothing,
+        objective=describe_objective(args),
         learning_rate=args.learning_rate,
         train_batch_size=args.train_batch_size,
         pruning=args.pruning,

@@ -118,17 +118,18 @@ def check_first_step(metrics: MetricSums, *, options: StepOptions, dtype: torch.
     expected = margin_zero_loss(
         options.objective, beta=options.beta, label_smoothing=options.label_smoothing
     )
+    stated = "" if expected is None else f" instead of {expected:.6f}"
     per_token = metrics.pair_sums["absolute_log_ratio"] / (2 * metrics.num_pairs)
     if not per_token <= TOLERANCE[dtype]:
         raise RuntimeError(
             f"the policy differs from the reference before the first update: mean |log-ratio| "
             f"{per_token:.2e} nats per token, {dtype} explains {TOLERANCE[dtype]:.0e}; loss "
-            f"{metrics.loss:.6f} instead of {expected:.6f}"
+            f"{metrics.loss:.6f}{stated}"
         )
     logger.info(
-        "check: first step at margin 0: loss %.6f (exactly %.6f), |log-ratio| %.1e nats/token",
+        "check: first step at margin 0: loss %.6f%s, |log-ratio| %.1e nats/token",
         metrics.loss,
-        expected,
+        "" if expected is None else f" (exactly {expected:.6f})",
         per_token,
     )
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 
 from sdpo_scale.modeling.adapters import check_adapter_options
-from sdpo_scale.objectives import OBJECTIVES, Objective
+from sdpo_scale.objective_options import check_objective_options, objective_of
+from sdpo_scale.objectives import Objective
 from sdpo_scale.pruning import Pruning
 
 __all__ = ["SDPOConfig", "nearest"]
@@ -134,11 +135,25 @@ class SDPOConfig(TrainingArguments):
     then. DDP does the latter, ZeRO the former."""
 
     loss_type: str | list[str] = field(default="sigmoid")
-    """sigmoid, hinge, ipo or robust."""
+    """A loss of ``OBJECTIVES`` in ``objectives.py``, or several, which are added."""
+    loss_weights: list[float] | None = field(default=None)
+    """What each of several losses weighs; 1 if not given."""
     beta: float = field(default=0.1)
     """Inverse temperature β of the objective."""
     label_smoothing: float = field(default=0.0)
-    """ε of sigmoid (conservative DPO) and robust."""
+    """ε of sigmoid (conservative DPO), robust, exo_pair and simpo."""
+    discopop_tau: float = field(default=0.05)
+    """Temperature τ of discopop."""
+    simpo_gamma: float = field(default=0.5)
+    """Target margin γ of simpo."""
+    f_divergence_type: str = field(default="reverse_kl")
+    """Divergence from the reference: reverse_kl, forward_kl, js_divergence or alpha_divergence."""
+    f_alpha_divergence_coef: float = field(default=0.5)
+    """α of alpha_divergence."""
+    ld_alpha: float | None = field(default=None)
+    """Weight of the longer response's tokens beyond the shorter one's length (LD-DPO)."""
+    use_weighting: bool = field(default=False)
+    """Weigh each pair by how likely the policy is to generate it (WPO)."""
     reference_free: bool = field(default=False)
     """Use the uniform reference: log-ratios are the policy's log-probabilities."""
 
@@ -184,7 +199,7 @@ class SDPOConfig(TrainingArguments):
         if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
             self.loss_type = self.loss_type[0]
         self._refuse_options_without_effect()
-        self._check_objective()
+        check_objective_options(self)
         self._check_data_options()
         check_adapter_options(self)
         _ = self.pruning_options
@@ -237,9 +252,8 @@ class SDPOConfig(TrainingArguments):
 
     @property
     def objective(self) -> Objective:
-        """The loss that ``loss_type`` names."""
-        assert isinstance(self.loss_type, str)
-        return OBJECTIVES[self.loss_type]
+        """The loss that ``loss_type`` and the options after it name."""
+        return objective_of(self)
 
     @property
     def pruning_options(self) -> Pruning:
@@ -260,24 +274,6 @@ class SDPOConfig(TrainingArguments):
             raise ValueError(
                 f"train_sampling_strategy {self.train_sampling_strategy!r} is refused: packing "
                 "needs no grouping by length; choose 'random' or 'sequential'"
-            )
-
-    def _check_objective(self) -> None:
-        objective = OBJECTIVES.get(self.loss_type) if isinstance(self.loss_type, str) else None
-        if objective is None:
-            raise ValueError(
-                f"loss_type {self.loss_type!r} is unknown"
-                f"{nearest(str(self.loss_type), OBJECTIVES)}; choose one of "
-                f"{', '.join(OBJECTIVES)}"
-            )
-        if not self.beta > 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
-        if self.label_smoothing and not objective.takes_label_smoothing:
-            raise ValueError(
-                f"label_smoothing = {self.label_smoothing} has no effect with loss_type "
-                f"{self.loss_type!r}; set it to 0 or choose sigmoid or robust"
             )
 
     def _check_data_options(self) -> None:

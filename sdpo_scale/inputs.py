@@ -31,6 +31,7 @@ from sdpo_scale.modeling.loading import (
     load_tokenizer,
     resolve_model_name,
 )
+from sdpo_scale.objective_options import OBJECTIVE_OPTIONS
 from sdpo_scale.waiting import once_per_folder
 
 __all__ = ["RunInputs", "prepare_inputs"]
@@ -81,7 +82,7 @@ class RunInputs:
     def fingerprints(self, args: SDPOConfig) -> dict[str, str]:
         """Of what every rank must have in common: pairs, and options that a step depends on."""
         names: tuple[str, ...] = ("train_batch_size", "max_tokens", "seed", "data_seed")
-        names += ("learning_rate", "max_steps", "num_train_epochs", "loss_type", "beta")
+        names += ("learning_rate", "max_steps", "num_train_epochs", *OBJECTIVE_OPTIONS)
         parts = {"training pairs": self.train, "evaluation pairs": self.eval}
         return {
             **{name: str(getattr(args, name)) for name in names},

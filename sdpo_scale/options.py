@@ -32,6 +32,9 @@ _ALIASES = {
 _NOT_HERE = {
     "streaming": "a streaming source has no length, which schedule and order of pairs need; give "
     "files, whose rows are tokenized to disk once, and max_steps to end early",
+    "rpo_alpha": "write loss_type: [sigmoid, sft] and loss_weights: [1.0, rpo_alpha]",
+    "cpo_alpha": "write loss_type: [sigmoid, sft], loss_weights: [1.0, cpo_alpha] and "
+    "reference_free: true",
 }
 """Names that they type and that have nothing like them here → what to do instead."""
 

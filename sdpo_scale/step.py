@@ -50,10 +50,12 @@ __all__ = ["StepOptions", "run_step"]
 class Forward(Protocol):
     """One pack's token log-probabilities, with gradient unless gradients are switched off."""
 
-    def __call__(
-        self, layout: PackLayout, *, is_last: bool, with_statistics: bool, with_norms: bool
-    ) -> TokenLogprobs:
-        """Runs the model on a pack; ``is_last``: no pack with gradients comes after it."""
+    def __call__(self, layout: PackLayout, *, is_last: bool, **asked: bool) -> TokenLogprobs:
+        """Runs the model on a pack; ``is_last``: no pack with gradients comes after it.
+
+        ``asked``: ``with_statistics``, ``with_norms``, ``with_square_sums`` of
+        :func:`~sdpo_scale.modeling.logprobs.chunked_logprobs`; what is not named is not asked for.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,25 +282,17 @@ class _Step:
             )
         return build_layout(prefixes)
 
-    def _run(
-        self, layout: PackLayout, *, is_last: bool, with_statistics: bool = False
-    ) -> TokenLogprobs:
+    def _run(self, layout: PackLayout, *, is_last: bool, **asked: bool) -> TokenLogprobs:
         self.record.counts.forward_tokens += layout.num_tokens
         self.record.counts.forward_positions += len(layout.target_ids_R)
-        return self.forward(
-            layout,
-            is_last=is_last,
-            with_statistics=with_statistics,
-            with_norms=self.draw is not None,
-        )
+        with_norms = self.draw is not None
+        return self.forward(layout, is_last=is_last, with_norms=with_norms, **asked)
 
     def _run_nothing(self, *, is_last: bool) -> Tensor:
         """One token, whose log-probability nobody needs."""
         layout = build_idle_layout(self.pairs[0].tokens)
-        output = self.forward(
-            layout, is_last=is_last, with_statistics=False, with_norms=self.draw is not None
-        )
-        return output.logprobs_R
+        with_norms = self.draw is not None
+        return self.forward(layout, is_last=is_last, with_norms=with_norms).logprobs_R
 
     def _train_nothing(self, *, is_last: bool) -> None:
         """A backward of one token with weight 0: gradients are there, and are 0."""
@@ -312,8 +306,12 @@ class _Step:
 
     def _score(self, positions: tuple[int, ...], layout: PackLayout, *, is_last: bool) -> _Scored:
         executed = self.executed.of(positions)
-        statistics = self.options.with_statistics
-        output = self._run(layout, is_last=is_last, with_statistics=statistics)
+        output = self._run(
+            layout,
+            is_last=is_last,
+            with_statistics=self.options.with_statistics,
+            with_square_sums=self.options.objective.use_weighting,
+        )
         logprobs_R = output.logprobs_R.detach()
         log_ratios_R = logprobs_R
         if self.reference is not None:
@@ -331,6 +329,7 @@ class _Step:
             objective=self.options.objective,
             beta=self.options.beta,
             label_smoothing=self.options.label_smoothing,
+            square_sums_R=output.square_sums_R,
         )
         self.record.scored(positions, rows_P7, output.statistics_R3, layout)
         return _Scored(

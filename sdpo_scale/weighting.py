@@ -11,6 +11,11 @@ scored:
                · 1/p_t                    position stage, 0 where not kept
 
 Dense training is the case of one level and probabilities of 1 throughout.
+
+What a loss needs besides the two sums is known of every level as well: the likelihood of the chosen
+prefix (``sft``), the mean of the prefix's tokens (``use_weighting``; its factor has no gradient).
+Numbers of tokens that a loss divides by, or that say where ``ld_alpha`` begins, are those of the
+whole responses at every level. Level K is then the loss itself, and telescoping needs no more.
 """
 
 from collections.abc import Sequence
@@ -32,7 +37,7 @@ from sdpo_scale.estimator.prefixes import (
     token_survival,
 )
 from sdpo_scale.estimator.rng import Stage
-from sdpo_scale.objectives import Objective
+from sdpo_scale.objectives import Objective, policy_weight, sft
 from sdpo_scale.pruning import Pruning
 
 __all__ = [
@@ -64,6 +69,8 @@ class Executed:
     """int [P, 2], n⁺ and n⁻."""
     lengths_P2: Ints
     """int [P, 2], executed tokens of each response."""
+    mean_chosen_length: float
+    """Of all pairs of the step, whole."""
 
     @property
     def pair_tokens_P(self) -> Ints:
@@ -81,6 +88,7 @@ class Executed:
             prompt_lengths_P=self.prompt_lengths_P[index],
             full_lengths_P2=self.full_lengths_P2[index],
             lengths_P2=self.lengths_P2[index],
+            mean_chosen_length=self.mean_chosen_length,
         )
 
 
@@ -106,6 +114,7 @@ def draw_executed(pairs: Sequence[Pair], draw: StepDraw | None) -> Executed:
         prompt_lengths_P=prompt_P,
         full_lengths_P2=full_P2,
         lengths_P2=lengths_N.reshape(-1, 2),
+        mean_chosen_length=float(full_P2[:, 0].mean()),
     )
 
 
@@ -117,6 +126,7 @@ def telescoped_loss(
     objective: Objective,
     beta: float,
     label_smoothing: float,
+    square_sums_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The estimate L̂ of each pair's loss and what it weighs each token with.
 
@@ -127,30 +137,26 @@ def telescoped_loss(
         objective: the loss.
         beta: its β.
         label_smoothing: its ε.
+        square_sums_R: float [R], log Σ_v π(v)² of each token, where ``objective.use_weighting``.
 
     Returns:
         (float [R], 1/π · ∂L̂/∂a_t; float [P, 7], the columns of ``metrics.PAIR_COLUMNS``, each an
         unbiased estimate of the whole pair's value).
     """
     device, dtype = log_ratios_R.device, log_ratios_R.dtype
-    design = executed.design
-    cuts_NK1 = cut_lengths(executed.full_lengths_P2.reshape(-1), design)
-    executed_N = executed.lengths_P2.reshape(-1)
-    blocks_NK = torch.from_numpy(block_lengths(cuts_NK1, executed_N)).to(device)
-    level_weights = telescoping_weights(executed.levels_P, design.survival)
+    levels = _Levels.of(executed, device)
+    num_levels = levels.num_levels
+    level_weights = telescoping_weights(executed.levels_P, executed.design.survival)
     weights_PK = torch.from_numpy(level_weights).to(device, dtype)
     pair_weights_P = torch.from_numpy(executed.pair_weights_P).to(device, dtype)
     full_P2 = torch.from_numpy(executed.full_lengths_P2).to(device)
-    num_levels = design.num_levels
-
-    def sums_at_levels(values_R: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = torch.segment_reduce(values_R, "sum", lengths=blocks_NK.reshape(-1))
-        sums_PK = blocks.view(-1, 2, num_levels).cumsum(dim=2)
-        return sums_PK[:, 0], sums_PK[:, 1]
+    tokens_R = torch.ones_like(log_ratios_R)
+    if objective.ld_alpha is not None:
+        tokens_R = torch.from_numpy(_shared_weights(executed, objective.ld_alpha)).to(tokens_R)
 
     with torch.enable_grad():
-        leaf_R = log_ratios_R.detach().requires_grad_()
-        chosen_PK, rejected_PK = sums_at_levels(leaf_R)
+        leaf_R = torch.zeros_like(log_ratios_R).requires_grad_()
+        chosen_PK, rejected_PK = levels.sums((log_ratios_R.detach() + leaf_R) * tokens_R)
         losses_PK = objective.function(
             chosen_PK.reshape(-1),
             rejected_PK.reshape(-1),
@@ -159,15 +165,65 @@ def telescoped_loss(
             beta=beta,
             label_smoothing=label_smoothing,
         ).view(-1, num_levels)
+        if objective.sft_weight:
+            chosen_logprob_PK, _ = levels.sums(logprobs_R.detach() + leaf_R)
+            likelihood_PK = sft(chosen_logprob_PK, mean_chosen_length=executed.mean_chosen_length)
+            losses_PK = losses_PK + objective.sft_weight * likelihood_PK
+        if objective.use_weighting:
+            assert square_sums_R is not None, "the forward was asked for them"
+            losses_PK = losses_PK * policy_weight(*levels.means(logprobs_R - square_sums_R))
         estimates_P = (weights_PK * losses_PK).sum(dim=1) * pair_weights_P
         (weights_R,) = torch.autograd.grad(estimates_P.sum(), leaf_R)
-    columns = [losses_PK, chosen_PK, rejected_PK, *sums_at_levels(logprobs_R)]
+    columns = [losses_PK, chosen_PK, rejected_PK, *levels.sums(logprobs_R * tokens_R)]
     columns.append((chosen_PK > rejected_PK).to(dtype))
     rows_P6 = (torch.stack(columns, dim=1).detach() * weights_PK[:, None]).sum(dim=2)
     lengths_P2 = torch.from_numpy(executed.lengths_P2).to(device)
     last_P2 = torch.stack([chosen_PK[:, -1], rejected_PK[:, -1]], dim=1).detach()
     per_token_P = (last_P2.abs() / lengths_P2).sum(dim=1, keepdim=True)
     return weights_R, torch.cat([rows_P6 * pair_weights_P[:, None], per_token_P], dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Levels:
+    """Sums over what each cut level keeps of some pairs' responses; levels not executed repeat."""
+
+    blocks_NK: Tensor
+    """int [N, K], executed tokens between neighbouring levels."""
+
+    @classmethod
+    def of(cls, executed: Executed, device: torch.device) -> "_Levels":
+        cuts_NK1 = cut_lengths(executed.full_lengths_P2.reshape(-1), executed.design)
+        blocks_NK = block_lengths(cuts_NK1, executed.lengths_P2.reshape(-1))
+        return cls(blocks_NK=torch.from_numpy(blocks_NK).to(device))
+
+    @property
+    def num_levels(self) -> int:
+        return self.blocks_NK.shape[1]
+
+    def sums(self, values_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Float [P, K] of the chosen and of the rejected response."""
+        blocks = torch.segment_reduce(values_R, "sum", lengths=self.blocks_NK.reshape(-1))
+        sums_P2K = blocks.view(-1, 2, self.num_levels).cumsum(dim=2)
+        return sums_P2K[:, 0], sums_P2K[:, 1]
+
+    def means(self, values_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of means; 0 where a level keeps nothing."""
+        counts_P2K = self.blocks_NK.view(-1, 2, self.num_levels).cumsum(dim=2).clamp_min(1)
+        chosen_PK, rejected_PK = self.sums(values_R)
+        return chosen_PK / counts_P2K[:, 0], rejected_PK / counts_P2K[:, 1]
+
+
+def _shared_weights(executed: Executed, ld_alpha: float) -> Floats:
+    """LD-DPO's weight of every executed token, float [R].
+
+    1 up to the length of the pair's shorter response, ``ld_alpha`` beyond it.
+
+    References:
+        Liu et al. 2024, "Length desensitization in direct preference optimization".
+    """
+    executed_N = executed.lengths_P2.reshape(-1)
+    shared_N = executed.full_lengths_P2.min(axis=1).repeat(2)
+    return np.where(_ranks(executed_N) < np.repeat(shared_N, executed_N), 1.0, ld_alpha)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

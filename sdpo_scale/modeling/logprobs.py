@@ -48,6 +48,8 @@ class TokenLogprobs(NamedTuple):
     """float32 [R] (float64 for float64 models) without gradient, or None:
     ‖onehot(y_t) − softmax_t‖, the norm of a log-probability's gradient with respect to the
     logits."""
+    square_sums_R: Tensor | None = None
+    """The same: log Σ_v softmax_t(v)², the log-probability that two draws agree."""
 
 
 def chunked_logprobs(
@@ -59,6 +61,7 @@ def chunked_logprobs(
     chunk_rows: int | None = None,
     with_statistics: bool = False,
     with_norms: bool = False,
+    with_square_sums: bool = False,
 ) -> TokenLogprobs:
     """Log-softmax of a linear head at the targets, without the logits of all rows at once.
 
@@ -75,9 +78,10 @@ def chunked_logprobs(
         with_statistics: also return entropy, mean logit and top-1 agreement of each row.
         with_norms: also return the norms that draws are made by, and expect their result: the
             backward leaves out rows whose gradient is 0.
+        with_square_sums: also return the logarithm of the sum of squared probabilities.
 
     Returns:
-        Log-probabilities and, if asked for, statistics and norms.
+        Log-probabilities and, if asked for, statistics, norms and square sums.
     """
     device_type = hidden_RD.device.type
     dtype = hidden_RD.dtype
@@ -86,13 +90,11 @@ def chunked_logprobs(
     if chunk_rows is None:
         bytes_per_row = 4 * weight_VD.shape[0]
         chunk_rows = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // bytes_per_row)
-    settings = (dtype, softcap, chunk_rows, with_statistics, with_norms)
-    logprobs_R, statistics_R3, norms_R = _ChunkedLogprobs.apply(
-        hidden_RD, weight_VD, target_ids_R, settings
-    )
-    return TokenLogprobs(
-        logprobs_R, statistics_R3 if with_statistics else None, norms_R if with_norms else None
-    )
+    asked = (with_statistics, with_norms, with_square_sums)
+    settings = (dtype, softcap, chunk_rows, asked)
+    logprobs_R, *numbers = _ChunkedLogprobs.apply(hidden_RD, weight_VD, target_ids_R, settings)
+    given = [part if is_asked else None for part, is_asked in zip(numbers, asked, strict=True)]
+    return TokenLogprobs(logprobs_R, *given)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -102,9 +104,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden_RD: Tensor,
         weight_VD: Tensor,
         target_ids_R: Tensor,
-        settings: tuple[torch.dtype, float | None, int, bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, softcap, chunk_rows, with_statistics, with_norms = settings
+        settings: tuple[torch.dtype, float | None, int, tuple[bool, bool, bool]],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dtype, softcap, chunk_rows, (with_statistics, with_norms, with_square_sums) = settings
         accumulated = torch.promote_types(dtype, torch.float32)
         num_rows = hidden_RD.shape[0]
         logprobs_R = hidden_RD.new_empty(num_rows, dtype=accumulated)
@@ -113,6 +115,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             num_rows if with_statistics else 0, 3, dtype=torch.float32
         )
         norms_R = hidden_RD.new_empty(num_rows if with_norms else 0, dtype=accumulated)
+        squares_R = hidden_RD.new_empty(num_rows if with_square_sums else 0, dtype=accumulated)
         with torch.autocast(hidden_RD.device.type, enabled=False):
             weight = weight_VD.to(dtype)
             for rows in _chunks(num_rows, chunk_rows):
@@ -122,12 +125,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 logprobs_R[rows] = target_logits_C - lse_R[rows]
                 if with_statistics:
                     statistics_R3[rows] = _statistics(logits_CV, lse_R[rows], target_logits_C)
+                if with_square_sums:
+                    squares_R[rows] = torch.logsumexp(2 * logits_CV, dim=-1) - 2 * lse_R[rows]
                 if with_norms:
                     norms_R[rows] = _norms(logits_CV, lse_R[rows], logprobs_R[rows])
         ctx.save_for_backward(hidden_RD, weight_VD, target_ids_R, lse_R)
         ctx.settings = (dtype, softcap, chunk_rows, with_norms)
-        ctx.mark_non_differentiable(statistics_R3, norms_R)
-        return logprobs_R, statistics_R3, norms_R
+        ctx.mark_non_differentiable(statistics_R3, norms_R, squares_R)
+        return logprobs_R, statistics_R3, norms_R, squares_R
 
     @staticmethod
     def backward(
@@ -230,6 +235,7 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
         pack: PackLayout | None = None,
         with_statistics: bool = False,
         with_norms: bool = False,
+        with_square_sums: bool = False,
         **kwargs: Any,
     ) -> Any:
         # The attention's name stays set after a pack: a recomputing backward reads it again.
@@ -247,7 +253,11 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
         hidden_RD = hidden_TD.index_select(0, pack.hidden_index_R.to(device, non_blocking=True))
         targets_R = pack.target_ids_R.to(device, non_blocking=True)
         return self.get_output_embeddings()(
-            hidden_RD, targets=targets_R, with_statistics=with_statistics, with_norms=with_norms
+            hidden_RD,
+            targets=targets_R,
+            with_statistics=with_statistics,
+            with_norms=with_norms,
+            with_square_sums=with_square_sums,
         )
 
     # one module, or within a wrapper of peft the original and the copy that is trained

@@ -30,7 +30,9 @@ def test_logprobs_and_gradients_equal_log_softmax_in_float64(softcap, chunk_rows
     grad = torch.randn(len(targets), dtype=torch.float64)
     _, expected = plain(hidden, weight, targets, softcap)
     expected_gradients = torch.autograd.grad(expected, (hidden, weight), grad)
-    found, _, _ = chunked_logprobs(hidden, weight, targets, softcap=softcap, chunk_rows=chunk_rows)
+    found = chunked_logprobs(
+        hidden, weight, targets, softcap=softcap, chunk_rows=chunk_rows
+    ).logprobs_R
     found_gradients = torch.autograd.grad(found, (hidden, weight), grad)
     for left, right in zip((found, *found_gradients), (expected, *expected_gradients), strict=True):
         assert (left - right).abs().max() < FLOAT64_ENUMERATION * right.abs().max()
@@ -72,7 +74,9 @@ def test_LOR_05_the_gradient_of_a_frozen_head_takes_no_memory(is_frozen):
 def test_statistics_are_entropy_mean_logit_and_top_one():
     hidden, weight, targets = inputs()
     logits, _ = plain(hidden, weight, targets, None)
-    _, statistics, _ = chunked_logprobs(hidden, weight, targets, chunk_rows=5, with_statistics=True)
+    statistics = chunked_logprobs(
+        hidden, weight, targets, chunk_rows=5, with_statistics=True
+    ).statistics_R3
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     expected = torch.stack([entropy, logits.mean(-1), (logits.argmax(-1) == targets).double()], 1)
     torch.testing.assert_close(statistics, expected.float(), rtol=1e-6, atol=1e-6)
@@ -82,8 +86,8 @@ def test_statistics_are_entropy_mean_logit_and_top_one():
 def test_autocast_runs_products_in_its_dtype_and_sums_in_float32():
     hidden, weight, targets = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _, _ = chunked_logprobs(hidden, weight, targets)
-    exact, _, _ = chunked_logprobs(hidden, weight, targets)
+        found = chunked_logprobs(hidden, weight, targets).logprobs_R
+    exact = chunked_logprobs(hidden, weight, targets).logprobs_R
     assert found.dtype == torch.float32
     assert 0 < (found - exact).abs().max() < 0.1
     found.sum().backward()
@@ -117,6 +121,18 @@ def test_norms_are_those_of_onehot_minus_softmax(softcap):
         hidden, weight, targets, softcap=softcap, chunk_rows=5, with_norms=True
     ).norms_R
     assert (found - expected).abs().max() < FLOAT64_ENUMERATION
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_square_sums_are_the_logarithm_of_summed_squared_probabilities(softcap, with_norms):
+    hidden, weight, targets = inputs()
+    logits, _ = plain(hidden, weight, targets, softcap)
+    expected = logits.softmax(dim=-1).square().sum(dim=-1).log()
+    asked = {"chunk_rows": 5, "with_norms": with_norms, "with_square_sums": True}
+    found = chunked_logprobs(hidden, weight, targets, softcap=softcap, **asked).square_sums_R
+    assert (found - expected).abs().max() < FLOAT64_ENUMERATION
+    assert not found.requires_grad
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -10,9 +10,11 @@ import torch
 
 import sdpo_scale.draws
 import sdpo_scale.weighting
+from sdpo_scale.config import SDPOConfig
 from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
 from sdpo_scale.modeling.logprobs import bind_logprob_forward
+from sdpo_scale.objective_options import objective_of
 from sdpo_scale.objectives import OBJECTIVES
 from sdpo_scale.packing.layout import build_layout
 from sdpo_scale.pruning import Pruning
@@ -38,12 +40,27 @@ BRANCHES: dict[str, dict[str, Any]] = {
     "uniform": {"branches": "uniform"},
 }
 EXECUTIONS = ("two_pass", "checkpoint")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rpo": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    "ld_alpha": {"ld_alpha": 0.3},
+    "weighting": {"use_weighting": True},
+    "forward_kl": {"f_divergence_type": "forward_kl"},
+    "js_ipo": {"f_divergence_type": "js_divergence", "loss_type": "ipo"},
+    "alpha": {"f_divergence_type": "alpha_divergence"},
+    "all": {
+        "loss_type": ["apo_zero", "sigmoid_norm"],
+        "loss_weights": [0.3, 2.0],
+        "ld_alpha": 0.5,
+        "use_weighting": True,
+    },
+    "rpo_ld": {"loss_type": ["hinge", "sft"], "ld_alpha": 0.0},
+}
 
 
 class Rig:
     """A tiny float64 model, its pairs and their reference, and steps on them."""
 
-    def __init__(self, loss_type: str = "sigmoid") -> None:
+    def __init__(self, loss_type: str = "sigmoid", options: Any = None) -> None:
         self.model = build("llama", dtype=torch.float64, num_hidden_layers=1, hidden_size=16)
         bind_logprob_forward(self.model, backend="sdpa")
         self.recompute = PrunedRecompute.bind(self.model)
@@ -57,10 +74,11 @@ class Rig:
             tuple(np.split(x, [len(pair.chosen_ids)]))
             for x, pair in zip(shifted, PAIRS, strict=True)
         ]
+        objective = objective_of(SDPOConfig(**options)) if options else OBJECTIVES[loss_type]
         self.options = StepOptions(
-            objective=OBJECTIVES[loss_type],
+            objective=objective,
             beta=0.5,
-            label_smoothing=0.1 if OBJECTIVES[loss_type].takes_label_smoothing else 0.0,
+            label_smoothing=0.1 if objective.takes_label_smoothing else 0.0,
             max_tokens=25,
         )
 
@@ -199,6 +217,21 @@ def test_prefixes_and_branches_of_several_pairs_composed(execution, scripted):
     )
     history = rig.history(branch_unit="response")
     found = error(rig, scripted, pruning, history, execution=execution, count=2)
+    assert found < FLOAT64_ENUMERATION
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_options_of_the_objective(execution, options, scripted):
+    rig = Rig(options=OPTIONS[options])
+    pruning = Pruning(
+        presample=True,
+        prefix="uniform_floor",
+        prefix_levels=2,
+        branches="importance",
+        keep_fraction=0.5,
+    )
+    found = error(rig, scripted, pruning, rig.history(), execution=execution, count=2)
     assert found < FLOAT64_ENUMERATION
 
 

@@ -56,7 +56,7 @@ def reference(pairs):
     return reference_logprobs(build("llama", seed=1, dtype=torch.float64), pairs)
 
 
-@pytest.mark.parametrize("loss_type", OBJECTIVES)
+@pytest.mark.parametrize("loss_type", [name for name in OBJECTIVES if name != "sft"])
 def test_the_steps_gradient_is_that_of_the_mean_loss_in_float64(loss_type, pairs):
     smoothing = 0.1 if OBJECTIVES[loss_type].takes_label_smoothing else 0.0
     model = build("llama", dtype=torch.float64)

@@ -55,12 +55,12 @@ def dpo_loss(
 ) -> torch.Tensor:
     """The loss of one pair from its log-ratio sums.
 
-    `lengths` are (chosen, rejected), in tokens; ipo and sigmoid_norm alone read them.
+    `lengths` are (chosen, rejected), in tokens; ipo alone reads them.
 
     References:
         sigmoid: Rafailov et al. 2023, eq. 7; with label smoothing cDPO, Mitchell 2023.
         robust: Chowdhury et al. 2024. hinge: Zhao et al. 2023. ipo: Azar et al. 2023, eq. 17,
-        on mean log-ratios. The others: TRL 1.16's documentation of `loss_type`.
+        on mean log-ratios.
     """
     margin = beta * (chosen_sum - rejected_sum)
     wins, loses = -logsigmoid(margin), -logsigmoid(-margin)
@@ -77,20 +77,35 @@ def dpo_loss(
             return (chosen_sum / lengths[0] - rejected_sum / lengths[1] - 1 / (2 * beta)) ** 2
         case "sigmoid_norm":
             return -logsigmoid(beta * (chosen_sum / lengths[0] - rejected_sum / lengths[1]))
-    return _loss_of_each_response(name, chosen_sum, rejected_sum, beta)
+        case "exo_pair":
+            win, lose = margin.sigmoid(), (-margin).sigmoid()
+            return win * (-wins - math.log(1 - label_smoothing)) + lose * (
+                -loses - math.log(label_smoothing)
+            )
+        case "discopop":
+            mixed = (margin / 0.05).sigmoid()
+            return wins * (1 - mixed) + (-margin).exp() * mixed
+        case "simpo":
+            target = beta * (chosen_sum / lengths[0] - rejected_sum / lengths[1]) - 0.5
+            return -(1 - label_smoothing) * logsigmoid(target) - label_smoothing * logsigmoid(
+                -target
+            )
+        case _:
+            return _anchored_loss(name, chosen_sum, rejected_sum, beta)
 
 
-def _loss_of_each_response(
+def _anchored_loss(
     name: str, chosen_sum: torch.Tensor, rejected_sum: torch.Tensor, beta: float
 ) -> torch.Tensor:
+    """Losses that do not depend on the difference alone; formulas as TRL 1.16 writes them."""
     chosen, rejected = beta * chosen_sum, beta * rejected_sum
     match name:
         case "nca_pair":
-            return -logsigmoid(chosen) - (logsigmoid(-chosen) + logsigmoid(-rejected)) / 2
+            return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
         case "bco_pair":
             return -logsigmoid(chosen) - logsigmoid(-rejected)
         case "sppo_hard":
-            return (chosen_sum - 1 / (2 * beta)) ** 2 + (rejected_sum + 1 / (2 * beta)) ** 2
+            return (chosen_sum - 0.5 / beta) ** 2 + (rejected_sum + 0.5 / beta) ** 2
         case "apo_zero":
             return 1 - chosen.sigmoid() + rejected.sigmoid()
         case "apo_down":
