@@ -5,7 +5,6 @@ saving, the Hub) is set under the names their users know. The fields below are a
 default.
 """
 
-import dataclasses
 import difflib
 import importlib.util
 import json
@@ -22,28 +21,21 @@ from transformers import TrainingArguments
 from sdpo_scale.modeling.adapters import check_adapter_options
 from sdpo_scale.objectives import OBJECTIVES, Objective
 from sdpo_scale.pruning import Pruning
+from sdpo_scale.trl_options import (
+    IN_MODEL_CONFIG,
+    PER_DEVICE,
+    TRLOptions,
+    check_values,
+    pairs_per_step,
+)
 
 __all__ = ["SDPOConfig", "nearest"]
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = {
-    "per_device_train_batch_size": "set train_batch_size, pairs per optimizer step over all ranks",
-    "per_device_eval_batch_size": "evaluation packs pairs up to max_tokens by itself",
-    "gradient_accumulation_steps": "set train_batch_size (pairs per optimizer step) and max_tokens "
-    "(tokens per micro-batch); the number of micro-batches follows",
-    "auto_find_batch_size": "the batch never changes with memory; lower max_tokens instead",
-    "label_smoothing_factor": "it belongs to classification; set label_smoothing",
-    "neftune_noise_alpha": "noise in the policy alone would make it differ from the reference",
-    "torch_compile": "compiled packs are not tested",
-    "use_liger_kernel": "the head is already chunked, and patched models are not tested",
-    "prediction_loss_only": "evaluation returns metrics only",
-}
-"""Options of TrainingArguments that would not do here what they say → what to do instead."""
-
 
 @dataclass
-class SDPOConfig(TrainingArguments):
+class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other defaults
     """Options of a training run; see ``TrainingArguments`` for those not listed here.
 
     Raises:
@@ -66,30 +58,30 @@ class SDPOConfig(TrainingArguments):
     chat_template: str | None = field(default=None)
     """Chat template (Jinja text or a file), where the tokenizer has none or another."""
 
-    use_peft: bool = field(default=False)
+    use_peft: bool = field(default=False, metadata=IN_MODEL_CONFIG)
     """Train a LoRA adapter instead of the model; names and meanings of what follows are TRL's."""
-    lora_r: int = field(default=16)
+    lora_r: int = field(default=16, metadata=IN_MODEL_CONFIG)
     """Rank of the adapter."""
-    lora_alpha: int = field(default=32)
+    lora_alpha: int = field(default=32, metadata=IN_MODEL_CONFIG)
     """The adapter is scaled by ``lora_alpha / lora_r``."""
-    lora_dropout: float = field(default=0.0)
+    lora_dropout: float = field(default=0.0, metadata=IN_MODEL_CONFIG)
     """Must be 0: log-probabilities are functions of the parameters alone."""
-    lora_target_modules: str | list[str] | None = field(default=None)
+    lora_target_modules: str | list[str] | None = field(default=None, metadata=IN_MODEL_CONFIG)
     """Names of the modules to adapt, ``all-linear``, or a pattern; peft's choice for the family if
     not given."""
-    lora_modules_to_save: list[str] | None = field(default=None)
+    lora_modules_to_save: list[str] | None = field(default=None, metadata=IN_MODEL_CONFIG)
     """Modules to train whole beside the adapter."""
-    use_rslora: bool = field(default=False)
+    use_rslora: bool = field(default=False, metadata=IN_MODEL_CONFIG)
     """Scale by ``lora_alpha / √lora_r``."""
-    use_dora: bool = field(default=False)
+    use_dora: bool = field(default=False, metadata=IN_MODEL_CONFIG)
     """Train magnitudes apart from directions (DoRA)."""
-    load_in_4bit: bool = field(default=False)
+    load_in_4bit: bool = field(default=False, metadata=IN_MODEL_CONFIG)
     """Read the frozen base model in 4 bits (QLoRA)."""
-    load_in_8bit: bool = field(default=False)
+    load_in_8bit: bool = field(default=False, metadata=IN_MODEL_CONFIG)
     """Refused by name."""
-    bnb_4bit_quant_type: str = field(default="nf4")
+    bnb_4bit_quant_type: str = field(default="nf4", metadata=IN_MODEL_CONFIG)
     """``nf4`` or ``fp4``."""
-    use_bnb_nested_quant: bool = field(default=False)
+    use_bnb_nested_quant: bool = field(default=False, metadata=IN_MODEL_CONFIG)
     """Quantize the constants of 4-bit weights as well."""
     adapter_reference: str = field(default="start")
     """Reference of an adapter whose training continues: ``start``, the adapter as it is then, or
@@ -123,8 +115,8 @@ class SDPOConfig(TrainingArguments):
     """Folder of tokenized rows and reference log-probabilities; the user's cache folder if not
     given."""
 
-    train_batch_size: int = field(default=32)
-    """Pairs per optimizer step over all ranks. Never changes with hardware."""
+    train_batch_size: int = field(default=None)  # type: ignore[assignment]
+    """Pairs per optimizer step over all ranks, 32 if not given. Never changes with hardware."""
     max_tokens: int = field(default=8192)
     """Most tokens of one micro-batch. Changes speed and memory, never the result."""
 
@@ -139,6 +131,8 @@ class SDPOConfig(TrainingArguments):
     """Inverse temperature β of the objective."""
     label_smoothing: float = field(default=0.0)
     """ε of sigmoid (conservative DPO) and robust."""
+    ref_model: str | None = field(default=None)
+    """Reference model, a folder or a Hub name; the model as it is before training if not given."""
     reference_free: bool = field(default=False)
     """Use the uniform reference: log-ratios are the policy's log-probabilities."""
 
@@ -183,7 +177,7 @@ class SDPOConfig(TrainingArguments):
             self.gradient_checkpointing = None
         if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
             self.loss_type = self.loss_type[0]
-        self._refuse_options_without_effect()
+        check_values(self)
         self._check_objective()
         self._check_data_options()
         check_adapter_options(self)
@@ -199,7 +193,9 @@ class SDPOConfig(TrainingArguments):
         self.disable_tqdm = True  # the run shows its own progress
         if self.deepspeed is not None:
             self.deepspeed = _deepspeed_options(self.deepspeed)
+        step_size = (self.train_batch_size, *self._take_sizes_per_device())
         super().__post_init__()
+        self.train_batch_size = pairs_per_step(*step_size, ranks=self.world_size)
         if self.use_cpu and dist.is_initialized():
             # transformers 5.24 hands ddp_timeout to process groups of GPUs only
             dist.distributed_c10d._set_pg_timeout(self.ddp_timeout_delta)
@@ -251,16 +247,12 @@ class SDPOConfig(TrainingArguments):
         given = {name: value for name, value in budget.items() if value is not None}
         return Pruning.from_options(self.pruning, {**(self.pruning_kwargs or {}), **given})
 
-    def _refuse_options_without_effect(self) -> None:
-        defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
-        for name, advice in _REFUSED.items():
-            if getattr(self, name) not in (defaults[name], None):
-                raise ValueError(f"option {name} = {getattr(self, name)!r} is refused: {advice}")
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy {self.train_sampling_strategy!r} is refused: packing "
-                "needs no grouping by length; choose 'random' or 'sequential'"
-            )
+    def _take_sizes_per_device(self) -> tuple[int | None, int | None]:
+        """What was given; from here on they are the transformers loop's: one batch a step."""
+        given = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        self.per_device_train_batch_size = self.per_device_eval_batch_size = PER_DEVICE
+        self.gradient_accumulation_steps = 1
+        return given
 
     def _check_objective(self) -> None:
         objective = OBJECTIVES.get(self.loss_type) if isinstance(self.loss_type, str) else None
@@ -292,6 +284,8 @@ class SDPOConfig(TrainingArguments):
                 )
         minimum = {
             "train_batch_size": 1,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 1,
             "max_tokens": 3,
             "max_length": 2,
             "eval_holdout": 2,

@@ -12,6 +12,7 @@ import yaml
 
 from sdpo_scale import demo
 from sdpo_scale.config import SDPOConfig, nearest
+from sdpo_scale.trl_options import REMOVED
 
 __all__ = ["read_config", "read_options"]
 
@@ -24,16 +25,11 @@ _ALIASES = {
     "validation_file": "eval_dataset",
     "dataset_train_split": "train_split",
     "dataset_test_split": "eval_split",
+    "ref_model_name_or_path": "ref_model",
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 """Names that users of TRL, transformers and their examples type → the field here."""
-
-_NOT_HERE = {
-    "streaming": "a streaming source has no length, which schedule and order of pairs need; give "
-    "files, whose rows are tokenized to disk once, and max_steps to end early",
-}
-"""Names that they type and that have nothing like them here → what to do instead."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -116,8 +112,8 @@ def _parse_arguments(arguments: Sequence[str], fields: Mapping[str, Any]) -> dic
 def _field_name(name: str, *, where: str) -> str:
     name = name.replace("-", "_")
     name = _ALIASES.get(name, name)
-    if name in _NOT_HERE:
-        raise ValueError(f"{where}: option {name!r} is refused: {_NOT_HERE[name]}")
+    if name in REMOVED:
+        raise ValueError(f"{where}: option {name!r} is refused: {REMOVED[name]}")
     known = [f.name for f in dataclasses.fields(SDPOConfig)]
     if name not in known:
         raise ValueError(f"{where}: unknown option {name!r}{nearest(name, [*known, *_ALIASES])}")

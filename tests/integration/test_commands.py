@@ -315,7 +315,7 @@ Refuse = Callable[..., str]
         (["--beta", "high"], ["option beta: 'high' is not float"]),
         (["--beta", "-1"], ["beta must be positive, got -1"]),
         (["--loss_type", "sigmod"], ["loss_type 'sigmod' is unknown", "'sigmoid'"]),
-        (["--gradient_accumulation_steps", "4"], ["gradient_accumulation_steps", "max_tokens"]),
+        (["--gradient_accumulation_steps", "4"], ["accumulation_steps 4", "train_batch_size is 4"]),
         (["--eos_token", "END"], ["eos_token 'END' is not in the vocabulary"]),
         (["--chat_template", "no/such.jinja"], ["chat_template 'no/such.jinja' is neither"]),
         (["--train_dataset", "no/such.jsonl"], ["no/such.jsonl: no such file"]),
