@@ -12,7 +12,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from sdpo_scale.trl_options import (
     PER_DEVICE,
     TRLOptions,
     check_values,
+    leave_to_model_config,
     pairs_per_step,
 )
 
@@ -58,30 +59,30 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     chat_template: str | None = field(default=None)
     """Chat template (Jinja text or a file), where the tokenizer has none or another."""
 
-    use_peft: bool = field(default=False, metadata=IN_MODEL_CONFIG)
+    use_peft: bool = field(default=False)
     """Train a LoRA adapter instead of the model; names and meanings of what follows are TRL's."""
-    lora_r: int = field(default=16, metadata=IN_MODEL_CONFIG)
+    lora_r: int = field(default=16)
     """Rank of the adapter."""
-    lora_alpha: int = field(default=32, metadata=IN_MODEL_CONFIG)
+    lora_alpha: int = field(default=32)
     """The adapter is scaled by ``lora_alpha / lora_r``."""
-    lora_dropout: float = field(default=0.0, metadata=IN_MODEL_CONFIG)
+    lora_dropout: float = field(default=0.0)
     """Must be 0: log-probabilities are functions of the parameters alone."""
-    lora_target_modules: str | list[str] | None = field(default=None, metadata=IN_MODEL_CONFIG)
+    lora_target_modules: str | list[str] | None = field(default=None)
     """Names of the modules to adapt, ``all-linear``, or a pattern; peft's choice for the family if
     not given."""
-    lora_modules_to_save: list[str] | None = field(default=None, metadata=IN_MODEL_CONFIG)
+    lora_modules_to_save: list[str] | None = field(default=None)
     """Modules to train whole beside the adapter."""
-    use_rslora: bool = field(default=False, metadata=IN_MODEL_CONFIG)
+    use_rslora: bool = field(default=False)
     """Scale by ``lora_alpha / √lora_r``."""
-    use_dora: bool = field(default=False, metadata=IN_MODEL_CONFIG)
+    use_dora: bool = field(default=False)
     """Train magnitudes apart from directions (DoRA)."""
-    load_in_4bit: bool = field(default=False, metadata=IN_MODEL_CONFIG)
+    load_in_4bit: bool = field(default=False)
     """Read the frozen base model in 4 bits (QLoRA)."""
-    load_in_8bit: bool = field(default=False, metadata=IN_MODEL_CONFIG)
+    load_in_8bit: bool = field(default=False)
     """Refused by name."""
-    bnb_4bit_quant_type: str = field(default="nf4", metadata=IN_MODEL_CONFIG)
+    bnb_4bit_quant_type: str = field(default="nf4")
     """``nf4`` or ``fp4``."""
-    use_bnb_nested_quant: bool = field(default=False, metadata=IN_MODEL_CONFIG)
+    use_bnb_nested_quant: bool = field(default=False)
     """Quantize the constants of 4-bit weights as well."""
     adapter_reference: str = field(default="start")
     """Reference of an adapter whose training continues: ``start``, the adapter as it is then, or
@@ -150,7 +151,9 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     """Most tokens of one micro-batch where no gradient is needed; twice ``max_tokens`` if not
     given."""
 
-    resume_from_checkpoint: str | bool | None = field(default=None)  # type: ignore[assignment]
+    resume_from_checkpoint: Literal[True, False] | str | None = field(  # type: ignore[assignment]
+        default=None
+    )
     """A checkpoint's folder, true for the latest one in ``output_dir``, or ``auto``: the latest one
     if there is any."""
     learning_rate: float = field(default=1e-6)
@@ -163,7 +166,7 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     """Compute in bfloat16 (autocast); by default where the GPU supports it."""
     eval_on_start: bool = field(default=True)
     """Evaluate before the first step, where there are evaluation pairs."""
-    report_to: str | list[str] | None = field(default=None)
+    report_to: list[str] | str | None = field(default=None)
     """Trackers; by default TensorBoard where it is installed."""
     logging_nan_inf_filter: bool = field(default=False)
     """Off: a NaN stops the run instead of being averaged away."""
@@ -175,8 +178,7 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
         if self.gradient_checkpointing is not None:
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None
-        if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
-            self.loss_type = self.loss_type[0]
+        self.loss_type = _one_loss(self.loss_type)
         check_values(self)
         self._check_objective()
         self._check_data_options()
@@ -209,6 +211,10 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
                 f"(torchrun --nproc-per-node {self.n_gpu} -m sdpo_scale ...), or set "
                 "CUDA_VISIBLE_DEVICES to one of them"
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option, for trackers and logs."""
+        return {**super().to_dict(), **{name: getattr(self, name) for name in IN_MODEL_CONFIG}}
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -306,6 +312,16 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
                 "eval_holdout takes evaluation pairs from train_dataset, but eval_dataset is set "
                 "as well; drop one of them"
             )
+
+
+leave_to_model_config(SDPOConfig)
+
+
+def _one_loss(given: str | list[str] | None) -> str | list[str]:
+    """The name in a list of one; transformers' parser makes lists that were not given None."""
+    if given is None:
+        return "sigmoid"
+    return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
 def _deepspeed_options(given: str | dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ TRL 1.16 counts pairs per device; here a step has ``train_batch_size`` pairs, wh
 Its two options are multiplied where they are given, and only there: see ``pairs_per_step``.
 """
 
-import argparse
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -29,10 +28,12 @@ __all__ = [
     "TRLOptions",
     "check_arguments",
     "check_values",
+    "leave_to_model_config",
     "pairs_per_step",
     "refusal",
     "take_quantization",
     "with_pairs_per_step",
+    "without_effect",
 ]
 
 logger = logging.getLogger(__name__)
@@ -120,25 +121,24 @@ _ARGUMENTS = {
 """Arguments of TRL's and transformers' trainers → why not, or what instead."""
 
 
-class _OfModelConfig(argparse.Action):
-    """The place in a parser of an option that TRL's scripts have from ``ModelConfig``.
+IN_MODEL_CONFIG = (
+    *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    *("lora_modules_to_save", "use_rslora", "use_dora", "load_in_8bit", "load_in_4bit"),
+    *("bnb_4bit_quant_type", "use_bnb_nested_quant"),
+)
+"""Options of SDPOConfig that TRL's scripts have from ``ModelConfig``."""
 
-    ``argparse`` refuses two options of one name, and TRL's scripts parse ``DPOConfig`` and
-    ``ModelConfig`` together. So the name is left to the latter, whose value comes back to the
-    trainer as ``peft_config`` or ``quantization_config``.
+
+def leave_to_model_config(config_class: Any) -> None:
+    """Keeps transformers' and TRL's argument parsers from seeing what ``ModelConfig`` has as well.
+
+    TRL's scripts parse ``DPOConfig`` and ``ModelConfig`` together, and ``argparse`` refuses two
+    options of one name. Parsers pass over fields that the constructor does not take. This one does
+    take them, having been made before; in scripts they come back to the trainer as ``peft_config``
+    and ``quantization_config``.
     """
-
-    def __init__(self, option_strings: list[str], dest: str, **_: Any) -> None:
-        renamed = [f"--sdpo_{dest}"]
-        super().__init__(renamed, f"sdpo_{dest}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
-        """Refuses the name, which exists so that there is one."""
-        parser.error(f"{self.option_strings[0]} is no option; add trl.ModelConfig to the parser")
-
-
-IN_MODEL_CONFIG = {"action": _OfModelConfig}
-"""Metadata of such a field."""
+    for name in IN_MODEL_CONFIG:
+        config_class.__dataclass_fields__[name].init = False
 
 
 @dataclass
@@ -193,6 +193,11 @@ def refusal(name: str, value: Any) -> str | None:
     if value not in (accepted if isinstance(accepted, tuple) else (accepted,)):
         return advice
     return None
+
+
+def without_effect(name: str) -> str | None:
+    """Why an option is accepted and changes nothing, or None if it does."""
+    return _WITHOUT_EFFECT.get(name)
 
 
 def check_values(options: Any) -> None:

@@ -29,7 +29,8 @@ FLOORS = (
      "record", "sharding", "references", "step", "checks", "callbacks", "checkpoints", "scoring",
      "token_limit", "trainer"),
     # 5: evidence and commands
-    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "cli",
+    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "convert",
+     "cli",
      "__main__"),
 )
 # fmt: on
