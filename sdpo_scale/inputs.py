@@ -54,6 +54,11 @@ class GivenReference:
     init_kwargs: dict[str, Any]
     """How it is read."""
 
+    @property
+    def name(self) -> str:
+        """Folder or Hub name, as far as it is known."""
+        return self.model if isinstance(self.model, str) else str(self.config._name_or_path)
+
     def load(self) -> PreTrainedModel:
         """The model with its weights."""
         if not isinstance(self.model, str):
@@ -108,6 +113,7 @@ class RunInputs:
             **{name: part.path.name if part else "" for name, part in parts.items()},  # a digest
             "pruning": repr(args.pruning_options),
             "adapter": "" if self.adapter is None else self.adapter.description,
+            "ref_model": self.reference.name if self.reference else "the model at its start",
         }
 
 
@@ -230,7 +236,8 @@ def _reference(
         return GivenReference(model=given, config=config, init_kwargs=kwargs)
     if not (isinstance(given, PreTrainedModel) or is_adapted(given)):
         raise ValueError(
-            f"ref_model is a {type(given).__name__}: give a model, its folder or its Hub name"
+            f"ref_model is a {type(given).__name__}: give a model, its folder or its Hub name "
+            "(the third argument is args)"
         )
     check_config(given.config, name=given.config._name_or_path or "ref_model")
     return GivenReference(model=given, config=given.config, init_kwargs={})

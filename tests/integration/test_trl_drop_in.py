@@ -324,6 +324,20 @@ def test_a_sweep_shares_one_cache_and_new_rows_are_added_to_it(
     assert scored(tmp_path, models["plain"]) == 8
 
 
+def test_a_resumed_run_says_that_its_reference_is_another(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    options = arguments(tmp_path / "out", save_strategy="steps", save_steps=1, max_steps=1)
+    for changes in ({}, {"ref_model": str(models["other"]), "max_steps": 2}):
+        args = sdpo_scale.SDPOConfig(**{**options, **changes}, resume_from_checkpoint="auto")
+        trainer = sdpo_scale.SDPOTrainer(
+            str(models["plain"]), args=args, train_dataset=text_rows(8)
+        )
+        trainer.train(args.resume_from_checkpoint)
+    assert trainer.state.global_step == 2
+    assert "ref_model the model at its start → " in caplog.text
+
+
 def test_a_reference_given_as_an_object_is_given_back_as_it_was(
     models: dict[str, Path], tmp_path: Path
 ):
