@@ -24,6 +24,8 @@ from tests.helpers.runs import (
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARDED = {"ddp": None, "fsdp2": "FSDP", "zero3": "ZeRO-3"}
+"""Backend → what the refusal calls it, where a second model would have to be sharded."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_REF_07_scoring_before_training_leaves_the_sharding_as_it_is(files: Path
     assert losses(tmp_path / "scores") == losses(tmp_path / "finds")
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("backend", SHARDED)
 def test_a_reference_apart_on_ranks_is_that_of_one_process(
     backend: str, files: Path, tmp_path: Path
 ):
@@ -88,12 +90,14 @@ def test_a_reference_apart_on_ranks_is_that_of_one_process(
     trainer.train()
     many = tmp_path / "many"
     many.mkdir()
-    path = write(many / "run.yaml", run_options(files, many, ref_model=files / "other"))
+    values = run_options(files, many, ref_model=files / "other")
+    if backend == "zero3":
+        values["deepspeed"] = str(ROOT / "ds_configs" / "zero3.json")
+    path = write(many / "run.yaml", values)
     done = run_on_ranks(backend, path)
-    if backend == "fsdp2":
+    if SHARDED[backend] is not None:
         assert done.returncode != 0
-        assert "ref_model is refused under FSDP while 8 pairs are not in the cache" in done.stderr
-        write(path, run_options(files, many, ref_model=files / "other", cache_dir=one / "cache"))
-        done = run_on_ranks(backend, path)
+        assert f"ref_model is refused under {SHARDED[backend]} while 8 pairs are not" in done.stderr
+        done = run_on_ranks(backend, write(path, {**values, "cache_dir": str(one / "cache")}))
     assert done.returncode == 0, done.stderr[-4000:]
     assert losses(many) == pytest.approx(losses(one), abs=1e-5)
