@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other defaults
-    """Options of a training run; see ``TrainingArguments`` for those not listed here.
+    """Options of a training run; see ``TRLOptions`` and ``TrainingArguments`` for the others.
 
     Raises:
         ValueError: an option is out of range or contradicts another; names the option and a way
@@ -151,6 +151,7 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     """Most tokens of one micro-batch where no gradient is needed; twice ``max_tokens`` if not
     given."""
 
+    # str stands second in such types: what transformers' and TRL's argument parsers take it for
     resume_from_checkpoint: Literal[True, False] | str | None = field(  # type: ignore[assignment]
         default=None
     )

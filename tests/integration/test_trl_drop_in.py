@@ -3,6 +3,7 @@
 Every scenario is one function that is run with TRL's classes and then with this project's.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import sdpo_scale
-from tests.helpers.runs import chat_rows, read_lines, save_model, steps_of, text_rows, write_rows
+from tests.helpers.runs import chat_rows, save_model, steps_of, text_rows, write_rows
 
 # TRL 1.16 asks transformers 5.24 for activation checkpointing under its old name.
 pytestmark = pytest.mark.filterwarnings(
@@ -27,8 +28,9 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 NUM_STEPS = 6
-TOLERANCE = 1e-3
-"""Of losses, at a learning rate of 1e-3: as in test_trl_parity.py, which says why."""
+TOLERANCE = 1e-4
+"""Of losses, at a learning rate of 1e-3; test_trl_parity.py says why they are not bit-equal. Seen:
+1e-6, and 8e-6 for ipo, whose loss is near 25."""
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 METRICS += ("logps/chosen", "logps/rejected", "entropy", "mean_token_accuracy", "num_tokens")
 # TRL averages the accumulated batches' token means; here every token of a step weighs the same.
@@ -195,7 +197,7 @@ def test_the_same_script_gives_trls_numbers(scenario: str, models: dict[str, Pat
     expected, found = steps_of(theirs), steps_of(ours)
     assert len(expected) == len(found) == NUM_STEPS
     for theirs_at, ours_at in zip(expected, found, strict=True):
-        assert ours_at["loss"] == pytest.approx(theirs_at["loss"], abs=TOLERANCE, rel=1e-4)
+        assert ours_at["loss"] == pytest.approx(theirs_at["loss"], abs=TOLERANCE, rel=0)
         for name in set(METRICS) - set(AVERAGED_OTHERWISE.get(scenario, ())):
             assert ours_at[name] == pytest.approx(theirs_at[name], **METRIC_TOLERANCE), name
         assert set(theirs_at) - set(ours_at) == set()
@@ -212,9 +214,8 @@ def test_an_evaluation_has_trls_metrics(models: dict[str, Path], tmp_path: Path)
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-3), name
 
 
-@pytest.mark.slow
-def test_trls_own_script_runs_with_two_imports_changed(models: dict[str, Path], tmp_path: Path):
-    source = (Path(trl.__file__).parent / "scripts" / "dpo.py").read_text("utf-8")
+def with_imports_changed(source: str) -> str:
+    """TRL's script with `DPOTrainer` and `DPOConfig` from here and all else from TRL."""
     for name, ours in (("DPOTrainer", "SDPOTrainer"), ("DPOConfig", "SDPOConfig")):
         line = re.search(rf"^( +)from trl import [^\n]*\b{name}\b[^\n]*$", source, re.MULTILINE)
         assert line is not None
@@ -222,28 +223,46 @@ def test_trls_own_script_runs_with_two_imports_changed(models: dict[str, Path], 
         assert name not in others
         own = f"{line[1]}from sdpo_scale import {ours} as {name}"
         source = source.replace(line[0], f"{others}\n{own}")
-    script = tmp_path / "dpo.py"
-    script.write_text(source)
+    return source
+
+
+@pytest.mark.slow
+def test_trls_own_script_gives_its_numbers_with_two_imports_changed(
+    models: dict[str, Path], tmp_path: Path
+):
+    source = (Path(trl.__file__).parent / "scripts" / "dpo.py").read_text("utf-8")
     rows = tmp_path / "rows"
     rows.mkdir()
     write_rows(rows / "train.jsonl", text_rows(24))
     write_rows(rows / "test.jsonl", text_rows(6, seed=1))
-    command = [sys.executable, str(script), "--dataset_name", str(rows), "--model_name_or_path"]
-    command += [str(models["plain"]), "--learning_rate", "1e-3", "--num_train_epochs", "1"]
-    command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-    command += ["--max_steps", "5", "--eval_strategy", "steps", "--eval_steps", "5"]
-    command += ["--output_dir", str(tmp_path / "out"), "--no_remove_unused_columns", "--use_cpu"]
-    command += ["--logging_steps", "1", "--use_peft", "--lora_r", "4", "--lora_alpha", "8"]
-    command += ["--bf16", "False", "--save_strategy", "no"]
+    options = ["--dataset_name", str(rows), "--model_name_or_path", str(models["plain"])]
+    options += ["--learning_rate", "1e-3", "--num_train_epochs", "1", "--max_steps", "5"]
+    options += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    options += ["--eval_strategy", "steps", "--eval_steps", "5", "--no_remove_unused_columns"]
+    options += ["--use_peft", "--lora_r", "4", "--lora_alpha", "8", "--save_steps", "5"]
+    options += ["--use_cpu", "--bf16", "False", "--logging_steps", "1"]
+    options += ["--train_sampling_strategy", "sequential", "--output_dir"]
     environment = {**os.environ, "PYTHONPATH": str(Path(sdpo_scale.__file__).parents[1])}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = read_lines(tmp_path / "out" / "metrics.jsonl")
-    assert [line["step"] for line in steps_of(lines)] == [1, 2, 3, 4, 5]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 5]
-    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    found = []
+    for name, text in (("trl", source), ("here", with_imports_changed(source))):
+        script, output = tmp_path / f"dpo_{name}.py", tmp_path / name
+        script.write_text(text)
+        done = subprocess.run(
+            [sys.executable, str(script), *options, str(output)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert (output / "adapter_model.safetensors").is_file()
+        state = json.loads((output / "checkpoint-5" / "trainer_state.json").read_text("utf-8"))
+        found.append(state["log_history"])
+    theirs, ours = ([line["loss"] for line in steps_of(lines)] for lines in found)
+    assert ours == pytest.approx(theirs, abs=TOLERANCE, rel=0)
+    theirs, ours = ([line["eval_loss"] for line in lines if "eval_loss" in line] for lines in found)
+    assert ours[1:] == pytest.approx(theirs, abs=TOLERANCE, rel=0)  # the first is of step 0
 
 
 class Counter(TrainerCallback):
