@@ -5,6 +5,7 @@
     sdpo-scale score CONFIG [--field value ...] [--json]    fill the reference cache only
     sdpo-scale verify CONFIG [--num_draws N] [--warmup_steps N] [--field value ...] [--json]
                                                             is the pruned gradient unbiased?
+    sdpo-scale convert-trl SOURCE [--output FILE] [--json]  TRL's YAML or command line as a config
 
 CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
 """
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--warmup_steps", type=int, default=4, metavar="N", help="steps taken before"
             )
+    _add_convert(commands)
     options, fields = parser.parse_known_args(arguments)
     _start_logging()
     result = _result_or_code(options, fields)
@@ -69,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.json:
         print(json.dumps(result))
+    elif options.command == "convert-trl":
+        print(result["yaml"], end="")
     elif options.command == "train" and options.dry_run:
         from sdpo_scale.reporting.dry_run import describe
 
@@ -119,10 +123,23 @@ def _add_launch_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser(
+        "convert-trl", help="turn a config of trl dpo into one for train", allow_abbrev=False
+    )
+    command.add_argument(
+        "source", metavar="SOURCE", help="a YAML file, or a command line in quotes"
+    )
+    command.add_argument("--output", metavar="FILE", help="write the config there")
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
     from sdpo_scale.failures import check_variables, check_world
     from sdpo_scale.options import read_config, read_options
 
+    if options.command == "convert-trl":
+        return _convert(options, fields)
     if options.command == "train" and options.dry_run:
         from sdpo_scale.reporting.dry_run import dry_run
 
@@ -137,6 +154,22 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
         "verify": partial(_verify, options),
     }
     return run[options.command](read_config(options.config, fields))
+
+
+def _convert(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
+    from sdpo_scale.convert import convert_trl
+
+    if fields:
+        raise ValueError(f"convert-trl takes one command line: put it in quotes; got {fields[0]!r}")
+    conversion = convert_trl(options.source)
+    if options.output is not None:
+        Path(options.output).write_text(conversion.to_yaml(), "utf-8")
+    return {
+        "config": conversion.options,
+        "differences": conversion.differences,
+        "yaml": conversion.to_yaml(),
+        "output": options.output,
+    }
 
 
 def _start_logging() -> None:

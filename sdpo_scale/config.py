@@ -5,7 +5,6 @@ saving, the Hub) is set under the names their users know. The fields below are a
 default.
 """
 
-import dataclasses
 import difflib
 import importlib.util
 import json
@@ -13,7 +12,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,29 +22,23 @@ from sdpo_scale.modeling.adapters import check_adapter_options
 from sdpo_scale.objective_options import check_objective_options, objective_of
 from sdpo_scale.objectives import Objective
 from sdpo_scale.pruning import Pruning
+from sdpo_scale.trl_options import (
+    IN_MODEL_CONFIG,
+    PER_DEVICE,
+    TRLOptions,
+    check_values,
+    leave_to_model_config,
+    pairs_per_step,
+)
 
 __all__ = ["SDPOConfig", "nearest"]
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = {
-    "per_device_train_batch_size": "set train_batch_size, pairs per optimizer step over all ranks",
-    "per_device_eval_batch_size": "evaluation packs pairs up to max_tokens by itself",
-    "gradient_accumulation_steps": "set train_batch_size (pairs per optimizer step) and max_tokens "
-    "(tokens per micro-batch); the number of micro-batches follows",
-    "auto_find_batch_size": "the batch never changes with memory; lower max_tokens instead",
-    "label_smoothing_factor": "it belongs to classification; set label_smoothing",
-    "neftune_noise_alpha": "noise in the policy alone would make it differ from the reference",
-    "torch_compile": "compiled packs are not tested",
-    "use_liger_kernel": "the head is already chunked, and patched models are not tested",
-    "prediction_loss_only": "evaluation returns metrics only",
-}
-"""Options of TrainingArguments that would not do here what they say → what to do instead."""
-
 
 @dataclass
-class SDPOConfig(TrainingArguments):
-    """Options of a training run; see ``TrainingArguments`` for those not listed here.
+class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other defaults
+    """Options of a training run; see ``TRLOptions`` and ``TrainingArguments`` for the others.
 
     Raises:
         ValueError: an option is out of range or contradicts another; names the option and a way
@@ -124,8 +117,8 @@ class SDPOConfig(TrainingArguments):
     """Folder of tokenized rows and reference log-probabilities; the user's cache folder if not
     given."""
 
-    train_batch_size: int = field(default=32)
-    """Pairs per optimizer step over all ranks. Never changes with hardware."""
+    train_batch_size: int = field(default=None)  # type: ignore[assignment]
+    """Pairs per optimizer step over all ranks, 32 if not given. Never changes with hardware."""
     max_tokens: int = field(default=8192)
     """Most tokens of one micro-batch. Changes speed and memory, never the result."""
 
@@ -154,6 +147,8 @@ class SDPOConfig(TrainingArguments):
     """Weight of the longer response's tokens beyond the shorter one's length (LD-DPO)."""
     use_weighting: bool = field(default=False)
     """Weigh each pair by how likely the policy is to generate it (WPO)."""
+    ref_model: str | None = field(default=None)
+    """Reference model, a folder or a Hub name; the model as it is before training if not given."""
     reference_free: bool = field(default=False)
     """Use the uniform reference: log-ratios are the policy's log-probabilities."""
 
@@ -171,7 +166,10 @@ class SDPOConfig(TrainingArguments):
     """Most tokens of one micro-batch where no gradient is needed; twice ``max_tokens`` if not
     given."""
 
-    resume_from_checkpoint: str | bool | None = field(default=None)  # type: ignore[assignment]
+    # str stands second in such types: what transformers' and TRL's argument parsers take it for
+    resume_from_checkpoint: Literal[True, False] | str | None = field(  # type: ignore[assignment]
+        default=None
+    )
     """A checkpoint's folder, true for the latest one in ``output_dir``, or ``auto``: the latest one
     if there is any."""
     learning_rate: float = field(default=1e-6)
@@ -184,7 +182,7 @@ class SDPOConfig(TrainingArguments):
     """Compute in bfloat16 (autocast); by default where the GPU supports it."""
     eval_on_start: bool = field(default=True)
     """Evaluate before the first step, where there are evaluation pairs."""
-    report_to: str | list[str] | None = field(default=None)
+    report_to: list[str] | str | None = field(default=None)
     """Trackers; by default TensorBoard where it is installed."""
     logging_nan_inf_filter: bool = field(default=False)
     """Off: a NaN stops the run instead of being averaged away."""
@@ -196,9 +194,8 @@ class SDPOConfig(TrainingArguments):
         if self.gradient_checkpointing is not None:
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None
-        if isinstance(self.loss_type, list) and len(self.loss_type) == 1:
-            self.loss_type = self.loss_type[0]
-        self._refuse_options_without_effect()
+        self.loss_type = _one_loss(self.loss_type)
+        check_values(self)
         check_objective_options(self)
         self._check_data_options()
         check_adapter_options(self)
@@ -214,7 +211,9 @@ class SDPOConfig(TrainingArguments):
         self.disable_tqdm = True  # the run shows its own progress
         if self.deepspeed is not None:
             self.deepspeed = _deepspeed_options(self.deepspeed)
+        step_size = (self.train_batch_size, *self._take_sizes_per_device())
         super().__post_init__()
+        self.train_batch_size = pairs_per_step(*step_size, ranks=self.world_size)
         if self.use_cpu and dist.is_initialized():
             # transformers 5.24 hands ddp_timeout to process groups of GPUs only
             dist.distributed_c10d._set_pg_timeout(self.ddp_timeout_delta)
@@ -228,6 +227,10 @@ class SDPOConfig(TrainingArguments):
                 f"(torchrun --nproc-per-node {self.n_gpu} -m sdpo_scale ...), or set "
                 "CUDA_VISIBLE_DEVICES to one of them"
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every option, for trackers and logs."""
+        return {**super().to_dict(), **{name: getattr(self, name) for name in IN_MODEL_CONFIG}}
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -265,16 +268,12 @@ class SDPOConfig(TrainingArguments):
         given = {name: value for name, value in budget.items() if value is not None}
         return Pruning.from_options(self.pruning, {**(self.pruning_kwargs or {}), **given})
 
-    def _refuse_options_without_effect(self) -> None:
-        defaults = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
-        for name, advice in _REFUSED.items():
-            if getattr(self, name) not in (defaults[name], None):
-                raise ValueError(f"option {name} = {getattr(self, name)!r} is refused: {advice}")
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ValueError(
-                f"train_sampling_strategy {self.train_sampling_strategy!r} is refused: packing "
-                "needs no grouping by length; choose 'random' or 'sequential'"
-            )
+    def _take_sizes_per_device(self) -> tuple[int | None, int | None]:
+        """What was given; from here on they are the transformers loop's: one batch a step."""
+        given = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        self.per_device_train_batch_size = self.per_device_eval_batch_size = PER_DEVICE
+        self.gradient_accumulation_steps = 1
+        return given
 
     def _check_data_options(self) -> None:
         for name, choices in (
@@ -288,6 +287,8 @@ class SDPOConfig(TrainingArguments):
                 )
         minimum = {
             "train_batch_size": 1,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 1,
             "max_tokens": 3,
             "max_length": 2,
             "eval_holdout": 2,
@@ -308,6 +309,16 @@ class SDPOConfig(TrainingArguments):
                 "eval_holdout takes evaluation pairs from train_dataset, but eval_dataset is set "
                 "as well; drop one of them"
             )
+
+
+leave_to_model_config(SDPOConfig)
+
+
+def _one_loss(given: str | list[str] | None) -> str | list[str]:
+    """The name in a list of one; transformers' parser makes lists that were not given None."""
+    if given is None:
+        return "sigmoid"
+    return given[0] if isinstance(given, list) and len(given) == 1 else given
 
 
 def _deepspeed_options(given: str | dict[str, Any]) -> dict[str, Any]:

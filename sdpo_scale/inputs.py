@@ -17,7 +17,7 @@ from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.pairs import PairDataset
 from sdpo_scale.data.preference import Preparation, PreparationReport, prepare_pairs
 from sdpo_scale.data.tokenization import tokenizer_fingerprint
-from sdpo_scale.modeling.adapted import prepare_checkpointing
+from sdpo_scale.modeling.adapted import is_adapted, prepare_checkpointing
 from sdpo_scale.modeling.adapters import (
     Adapter,
     plan_adapter,
@@ -34,7 +34,7 @@ from sdpo_scale.modeling.loading import (
 from sdpo_scale.objective_options import OBJECTIVE_OPTIONS
 from sdpo_scale.waiting import once_per_folder
 
-__all__ = ["RunInputs", "prepare_inputs"]
+__all__ = ["GivenReference", "RunInputs", "prepare_inputs"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,29 @@ _DECIDES_PAIRS = (
     *("max_train_samples", "max_eval_samples"),
 )
 """Options that decide which rows become pairs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenReference:
+    """A reference model that is not the policy as it is before training."""
+
+    model: PreTrainedModel | str
+    """The model, or the name it is read by when it is needed."""
+    config: PreTrainedConfig
+    init_kwargs: dict[str, Any]
+    """How it is read."""
+
+    @property
+    def name(self) -> str:
+        """Folder or Hub name, as far as it is known."""
+        return self.model if isinstance(self.model, str) else str(self.config._name_or_path)
+
+    def load(self) -> PreTrainedModel:
+        """The model with its weights."""
+        if not isinstance(self.model, str):
+            return self.model
+        logger.info("reference: reading %s", self.model)
+        return load_model(self.model, **self.init_kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +82,8 @@ class RunInputs:
     eval: PairDataset | None
     reports: dict[str, PreparationReport]
     """``train`` and, if there is one, ``eval`` → what preparation kept, cut and left out."""
+    reference: GivenReference | None
+    """A reference given apart; None for the model as it is before training."""
     data_key: dict[str, str]
     """What token ids depend on besides rows: parts of the reference cache's key."""
 
@@ -77,7 +102,7 @@ class RunInputs:
     def starts_at_reference(self, args: SDPOConfig) -> bool:
         """Whether all log-ratios are 0 before the first update."""
         starts_there = self.adapter is None or self.adapter.starts_at_reference
-        return starts_there and not args.reference_free
+        return starts_there and self.reference is None and not args.reference_free
 
     def fingerprints(self, args: SDPOConfig) -> dict[str, str]:
         """Of what every rank must have in common: pairs, and options that a step depends on."""
@@ -89,6 +114,7 @@ class RunInputs:
             **{name: part.path.name if part else "" for name, part in parts.items()},  # a digest
             "pruning": repr(args.pruning_options),
             "adapter": "" if self.adapter is None else self.adapter.description,
+            "ref_model": self.reference.name if self.reference else "the model at its start",
         }
 
 
@@ -99,6 +125,7 @@ def prepare_inputs(
     tokenizer: PreTrainedTokenizerBase | None,
     train_dataset: Any,
     eval_dataset: Any,
+    ref_model: PreTrainedModel | str | None = None,
     peft_config: Any = None,
     loads_weights: bool = True,
 ) -> RunInputs:
@@ -112,6 +139,7 @@ def prepare_inputs(
         tokenizer: a tokenizer, or None for ``args.tokenizer`` or the model's own.
         train_dataset: training pairs in any accepted form, or None for ``args.train_dataset``.
         eval_dataset: evaluation pairs, or None for ``args.eval_dataset`` or the held-out prompts.
+        ref_model: a model, a folder or Hub name, or None for ``args.ref_model``.
         peft_config: a ``peft.LoraConfig``, or None for the one that ``args`` describes, if any.
         loads_weights: False for a model without memory behind its parameters.
 
@@ -122,7 +150,7 @@ def prepare_inputs(
     model = _required(model, args.model, option="model")
     train_dataset = _required(train_dataset, args.train_dataset, option="train_dataset")
     eval_dataset = eval_dataset if eval_dataset is not None else args.eval_dataset
-    init_kwargs = dict(args.model_init_kwargs or {})
+    init_kwargs = _init_kwargs(args)
     hub_options = _hub_options(init_kwargs)
     if isinstance(model, str):
         name, model = model, resolve_model_name(model, cache_dir=args.cache_path)
@@ -130,6 +158,7 @@ def prepare_inputs(
         name = model.config._name_or_path
     adapter = plan_adapter(args, model, peft_config, **hub_options)
     quantized = quantization(args, args.compute_dtype or torch.float32)
+    reference = _reference(args, ref_model, model=model, init_kwargs=init_kwargs)
     if isinstance(model, str):
         folder = model
         if adapter is not None and adapter.folder is not None:
@@ -161,7 +190,8 @@ def prepare_inputs(
         request=_request(args, data_key, train_dataset, eval_dataset),
     )
     for part, report in reports.items():
-        _check_against_model(report, config, args=args, part=part)
+        for owner in [config, *([reference.config] if reference is not None else [])]:
+            _check_against_model(report, owner, args=args, part=part)
     if isinstance(model, str):
         quantized_kwargs = {**quantized, **init_kwargs}
         model = load_model(model, **quantized_kwargs) if loads_weights else empty_model(config)
@@ -176,8 +206,42 @@ def prepare_inputs(
         train=datasets["train"],
         eval=datasets.get("eval"),
         reports=reports,
+        reference=reference,
         data_key=data_key,
     )
+
+
+def _reference(
+    args: SDPOConfig, ref_model: Any, *, model: Any, init_kwargs: dict[str, Any]
+) -> GivenReference | None:
+    """The reference given apart, if there is one, checked but not read.
+
+    Raises:
+        ValueError: it is no model, the policy itself, of another kind, or there is to be none.
+    """
+    given = ref_model if ref_model is not None else args.ref_model
+    if given is None:
+        return None
+    if args.reference_free:
+        raise ValueError("reference_free and ref_model contradict each other; drop one of them")
+    if given is model and not isinstance(given, str):
+        raise ValueError(
+            "ref_model is the object that is trained: leave it out, the model as it is before "
+            "training is the reference"
+        )
+    # revision and subfolder are the policy's
+    kwargs = {n: v for n, v in init_kwargs.items() if n not in ("revision", "subfolder")}
+    if isinstance(given, str):
+        given = resolve_model_name(given, cache_dir=args.cache_path)
+        config = load_config(given, **_hub_options(kwargs))
+        return GivenReference(model=given, config=config, init_kwargs=kwargs)
+    if not (isinstance(given, PreTrainedModel) or is_adapted(given)):
+        raise ValueError(
+            f"ref_model is a {type(given).__name__}: give a model, its folder or its Hub name "
+            "(the third argument is args)"
+        )
+    check_config(given.config, name=given.config._name_or_path or "ref_model")
+    return GivenReference(model=given, config=given.config, init_kwargs={})
 
 
 def _required(given: Any, configured: Any, *, option: str) -> Any:
@@ -185,6 +249,11 @@ def _required(given: Any, configured: Any, *, option: str) -> Any:
     if value is None:
         raise ValueError(f"option {option} is missing: set it in the config or pass --{option}")
     return value
+
+
+def _init_kwargs(args: SDPOConfig) -> dict[str, Any]:
+    trust = {"trust_remote_code": True} if args.trust_remote_code else {}
+    return {**trust, **(args.model_init_kwargs or {})}
 
 
 def _hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:

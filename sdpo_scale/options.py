@@ -12,10 +12,11 @@ import yaml
 
 from sdpo_scale import demo
 from sdpo_scale.config import SDPOConfig, nearest
+from sdpo_scale.trl_options import REMOVED
 
-__all__ = ["read_config", "read_options"]
+__all__ = ["ALIASES", "parse_yaml", "read_config", "read_options"]
 
-_ALIASES = {
+ALIASES = {
     "model_name_or_path": "model",
     "tokenizer_name_or_path": "tokenizer",
     "dataset_name": "train_dataset",
@@ -24,19 +25,11 @@ _ALIASES = {
     "validation_file": "eval_dataset",
     "dataset_train_split": "train_split",
     "dataset_test_split": "eval_split",
+    "ref_model_name_or_path": "ref_model",
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 """Names that users of TRL, transformers and their examples type → the field here."""
-
-_NOT_HERE = {
-    "streaming": "a streaming source has no length, which schedule and order of pairs need; give "
-    "files, whose rows are tokenized to disk once, and max_steps to end early",
-    "rpo_alpha": "write loss_type: [sigmoid, sft] and loss_weights: [1.0, rpo_alpha]",
-    "cpo_alpha": "write loss_type: [sigmoid, sft], loss_weights: [1.0, cpo_alpha] and "
-    "reference_free: true",
-}
-"""Names that they type and that have nothing like them here → what to do instead."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,7 +76,7 @@ def read_options(path: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     file = demo.config_path() if path == "demo" else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"config file {path!r} does not exist")
-    values = _yaml(file.read_text("utf-8"), where=str(file)) or {}
+    values = parse_yaml(file.read_text("utf-8"), where=str(file)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{file}: a config is a mapping of options, got {type(values).__name__}")
     options = {_field_name(str(name), where=str(file)): value for name, value in values.items()}
@@ -92,7 +85,12 @@ def read_options(path: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     return {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
 
 
-def _yaml(text: str, *, where: str) -> Any:
+def parse_yaml(text: str, *, where: str) -> Any:
+    """The value of a YAML text, with the scalars of YAML 1.2.
+
+    Raises:
+        ValueError: it is not YAML; ``where`` says which text it is.
+    """
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -112,18 +110,18 @@ def _parse_arguments(arguments: Sequence[str], fields: Mapping[str, Any]) -> dic
             text = remaining.pop(0) if has_value else "true"
         name = _field_name(name, where="command line")
         is_text = fields[name] in (str, str | None) and text not in ("null", "~")
-        options[name] = text if is_text else _yaml(text, where=f"option {name}: {text!r}")
+        options[name] = text if is_text else parse_yaml(text, where=f"option {name}: {text!r}")
     return options
 
 
 def _field_name(name: str, *, where: str) -> str:
     name = name.replace("-", "_")
-    name = _ALIASES.get(name, name)
-    if name in _NOT_HERE:
-        raise ValueError(f"{where}: option {name!r} is refused: {_NOT_HERE[name]}")
+    name = ALIASES.get(name, name)
+    if name in REMOVED:
+        raise ValueError(f"{where}: option {name!r} is refused: {REMOVED[name]}")
     known = [f.name for f in dataclasses.fields(SDPOConfig)]
     if name not in known:
-        raise ValueError(f"{where}: unknown option {name!r}{nearest(name, [*known, *_ALIASES])}")
+        raise ValueError(f"{where}: unknown option {name!r}{nearest(name, [*known, *ALIASES])}")
     return name
 
 

@@ -72,6 +72,14 @@ class RunPairs:
             parts = {**key(), **self._inputs.data_key}
             self._cache = ReferenceCache(self._args.cache_path / "reference", parts)
 
+    def num_missing(self, ranks: Ranks) -> int:
+        """Pairs whose reference log-probabilities some rank lacks; the same on each."""
+        if self.is_scored:
+            return 0
+        assert self._cache is not None, "the cache is opened while the reference is at hand"
+        used = self._used().values()
+        return sum(len(_missing(data, self._cache, wanted, ranks)) for data, wanted in used)
+
     def score(
         self, forward: Callable[[PackLayout], Tensor], *, ranks: Ranks, hidden_size: int
     ) -> int:
@@ -206,8 +214,7 @@ def score_pairs(
     begin_phase("the reference's log-probabilities")
     hashes = dataset.content_hashes
     wanted = np.unique(indices)
-    own = wanted[[cache.row(hashes[i]) < 0 for i in wanted]]
-    missing = np.unique(np.concatenate(ranks.gather(own)))  # of any rank: folders may be a node's
+    missing = _missing(dataset, cache, wanted, ranks)
     logger.info(
         "reference: %d of %d pairs in the cache, %d to score",
         len(wanted) - len(missing),
@@ -238,6 +245,14 @@ def score_pairs(
             cache.append([hashes[i] for i in window], [scored[int(i)] for i in window])
         ranks.wait("the reference's log-probabilities to be written")
         cache.refresh()
+
+
+def _missing(
+    dataset: PairDataset, cache: ReferenceCache, indices: NDArray[np.int64], ranks: Ranks
+) -> NDArray[np.int64]:
+    """Those of the pairs that any rank's cache lacks: its folder may be a node's own."""
+    own = indices[[cache.row(dataset.content_hashes[i]) < 0 for i in indices]]
+    return np.unique(np.concatenate(ranks.gather(own)))
 
 
 @torch.no_grad()

@@ -149,8 +149,12 @@ class Sharding:
         self._accelerator.backward(loss * self.ranks.world_size)
 
     def before_first_step(self, optimizer: Any, global_step: int) -> None:
-        """Corrects the number of updates that Adam has counted under DeepSpeed (0.19).
+        """Warns of an optimizer that rounds updates away, and corrects one's count of them.
 
+        Parameters in 16 bits have Adam's moments in 16 bits and no update below 1/256 of their size
+        (bfloat16); DPO's learning rates are far below. DeepSpeed keeps float32 copies of its own.
+
+        What is corrected is the number of updates that Adam has counted under DeepSpeed (0.19).
         To allocate optimizer state DeepSpeed takes a step on gradients of 0, and Adam counts it:
         the bias correction of its first real update would be that of the second, and with β = (0.9,
         0.999) the update would have 0.74 of its size (``initialize_optimizer_states``). Moments are
@@ -159,6 +163,8 @@ class Sharding:
         advances (``load_hp_checkpoint_state_from_checkpoint_dir_stage3``).
         """
         is_deepspeed = self._accelerator.distributed_type == DistributedType.DEEPSPEED
+        if not is_deepspeed:
+            _warn_of_lost_updates(optimizer)
         if not is_deepspeed or (global_step > 0 and not self._is_converted):
             return
         while hasattr(optimizer, "optimizer"):  # Accelerate's wrapper, the engine's, torch's
@@ -215,6 +221,18 @@ class Sharding:
                 f"ranks were started with different {', '.join(differing) or 'inputs'}: each needs "
                 "the same config and the same files"
             )
+
+
+def _warn_of_lost_updates(optimizer: Any) -> None:
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    narrow = sorted(str(dtype) for dtype in dtypes & {torch.bfloat16, torch.float16})
+    if narrow:
+        logger.warning(
+            "the trained parameters are %s, and so is the optimizer's state: updates at a learning "
+            "rate of DPO's size round away; leave dtype out of model_init_kwargs (float32) and set "
+            "bf16: true to compute in bfloat16",
+            narrow[0].removeprefix("torch."),
+        )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,16 +37,17 @@ from sdpo_scale.data.pairs import Pair
 from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
-from sdpo_scale.modeling.adapted import adapter_off
 from sdpo_scale.modeling.export import check_whole_model, save_adapted
 from sdpo_scale.modeling.loading import matmul_parameters, prepare_model
 from sdpo_scale.modeling.logprobs import TokenLogprobs
 from sdpo_scale.packing.layout import PackLayout
 from sdpo_scale.record import Ranks, StepResult
+from sdpo_scale.references import Reference
 from sdpo_scale.scoring import RunPairs, ScoredError, sum_over_batches
 from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
 from sdpo_scale.token_limit import TokenLimit
+from sdpo_scale.trl_options import PER_DEVICE, check_arguments, take_quantization
 
 __all__ = ["SDPOTrainer"]
 
@@ -74,43 +74,52 @@ class SDPOTrainer(Trainer):
     args: SDPOConfig
     model: PreTrainedModel
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # TRL's
         self,
         model: PreTrainedModel | str | None = None,
+        ref_model: PreTrainedModel | str | None = None,
         args: SDPOConfig | None = None,
         *,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        **others: Any,
     ) -> None:
         """Prepares data and model.
 
         Args:
             model: policy, its folder or its Hub name, or those of a LoRA adapter; ``args.model`` if
-                not given. Its parameters at this moment are the reference.
+                not given.
+            ref_model: reference, in the same forms; if not given, the model as it is now.
             args: options; defaults if not given.
             train_dataset: pairs in any form that ``args.train_dataset`` accepts, a
                 ``datasets.Dataset`` or a list of rows.
             eval_dataset: pairs to evaluate on, in the same forms.
             processing_class: tokenizer; that of ``args`` if not given.
+            quantization_config: of a model by name, as TRL's scripts give it.
             peft_config: ``peft.LoraConfig`` of a new adapter to train instead of the model.
             callbacks: as for ``Trainer``.
             optimizers: as for ``Trainer``.
+            others: TRL's other arguments, which must be None.
 
         Raises:
             ValueError: an option or model that cannot be used.
             DataError: an unusable row.
         """
+        check_arguments(others)
         args = args if args is not None else SDPOConfig()
+        take_quantization(args, quantization_config, model)
         self.inputs = inputs = prepare_inputs(
             args,
             model=model,
             tokenizer=processing_class,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            ref_model=ref_model,
             peft_config=peft_config,
         )
         if inputs.eval is None:
@@ -124,13 +133,14 @@ class SDPOTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._train_batch_size = args.per_device_train_batch_size  # what checkpoints compare it to
+        self._train_batch_size = PER_DEVICE  # what checkpoints compare it to
         self.remove_callback(PrinterCallback)
         self.add_callback(MetricsFile(args.output_path / "metrics.jsonl"))
         self._dtype: torch.dtype = args.compute_dtype or self.model.dtype
         prepare_model(self.model, device=args.device, compute_dtype=self._dtype)
         self._sharding = Sharding(self.accelerator, reduction=args.gradient_reduction)
         self._sharding.share_buffers(self.model)
+        self._reference = Reference(inputs, args, self._sharding)
         options = inputs.fingerprints(args)
         self._sharding.check_same(options)
         self._checkpoints = Checkpoints(
@@ -427,27 +437,16 @@ class SDPOTrainer(Trainer):
             self._sharding.backward(loss * weight)
 
     def _open_reference(self) -> None:
-        self._pairs.open(
-            lambda: {
-                "model": self._sharding.fingerprint(
-                    self.model, with_adapter=not self.inputs.is_adapter_off_in_reference
-                ),
-                "dtype": f"{self.model.dtype} parameters, {self._dtype} products",
-            }
-        )
+        self._pairs.open(self._reference.key)
 
     def _score(self, model: nn.Module) -> int:
-        was_training = model.training
-        model.eval()
-        is_off = self.inputs.is_adapter_off_in_reference
-        with adapter_off(self.model) if is_off else nullcontext():
-            num_scored = self._pairs.score(
-                partial(self._logprobs, model),
+        missing = self._pairs.num_missing(self._sharding.ranks)
+        with self._reference.running(model, num_missing=missing) as reference:
+            return self._pairs.score(
+                partial(self._logprobs, reference),
                 ranks=self._sharding.ranks,
                 hidden_size=self._options.hidden_size,
             )
-        model.train(was_training)
-        return num_scored
 
     def _before_training(self, model: nn.Module) -> None:
         """Scores the reference and checks packs, with the parameters of the start."""

@@ -18,6 +18,7 @@ from sdpo_scale.config import SDPOConfig
 from sdpo_scale.inputs import RunInputs, prepare_inputs
 from sdpo_scale.packing.plan import pair_costs, plan_ranks
 from sdpo_scale.scoring import RunPairs
+from sdpo_scale.trl_options import with_pairs_per_step
 
 __all__ = ["describe", "dry_run", "sharding_of"]
 
@@ -43,7 +44,7 @@ def dry_run(options: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
     sharding = sharding_of(options)
     # what only devices can have would be refused without one; the launcher's part is not started
     here = {"use_cpu": True, "deepspeed": None, "bf16": False, "fp16": False}
-    args = SDPOConfig(**{**options, **here})
+    args = SDPOConfig(**{**with_pairs_per_step(options, ranks=world_size), **here})
     inputs = prepare_inputs(
         args,
         model=None,

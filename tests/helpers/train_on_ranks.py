@@ -42,6 +42,8 @@ def main(arguments: list[str]) -> None:
             with open(f"{os.environ['COLLECTIVES']}.{os.environ['RANK']}", "w") as file:
                 json.dump(called, file)
         _check_backend(backend, trainer)
+        if "UNITS" in os.environ:
+            _append_units(os.environ["UNITS"], trainer)
         trainer.save_model()
         if trainer.inputs.eval is not None:
             trainer.evaluate()  # to compare with the saved model
@@ -110,6 +112,17 @@ def _record_collectives() -> list[str]:
     for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
         setattr(dist, name, recorded(name))
     return called
+
+
+def _append_units(path: str, trainer: Any) -> None:
+    """One line: names of the modules that gather their shards, and this rank's bytes of them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    model = trainer.model_wrapped
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    own = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    with open(f"{path}.{os.environ['RANK']}", "a") as file:
+        print(json.dumps({"units": units, "bytes": own}), file=file)
 
 
 def _drop_everything() -> None:

@@ -315,7 +315,7 @@ Refuse = Callable[..., str]
         (["--beta", "high"], ["option beta: 'high' is not float"]),
         (["--beta", "-1"], ["beta must be positive, got -1"]),
         (["--loss_type", "sigmod"], ["loss_type 'sigmod' is unknown", "'sigmoid'"]),
-        (["--gradient_accumulation_steps", "4"], ["gradient_accumulation_steps", "max_tokens"]),
+        (["--gradient_accumulation_steps", "4"], ["accumulation_steps 4", "train_batch_size is 4"]),
         (["--eos_token", "END"], ["eos_token 'END' is not in the vocabulary"]),
         (["--chat_template", "no/such.jinja"], ["chat_template 'no/such.jinja' is neither"]),
         (["--train_dataset", "no/such.jsonl"], ["no/such.jsonl: no such file"]),
@@ -381,6 +381,21 @@ def test_a_family_that_was_not_tested_is_named(tmp_path: Path, write_config: Wri
     message = refuse(write_config(model=tmp_path / "gpt2"))
     for part in ("gpt2'", "family 'gpt2'", "supported families: gemma2, llama, mistral"):
         assert part in message
+
+
+def test_a_reference_of_such_a_family_is_named_before_weights_are_read(
+    tmp_path: Path, write_config: Write, refuse: Refuse
+):
+    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=128).save_pretrained(tmp_path / "gpt2")
+    message = refuse(write_config(ref_model=tmp_path / "gpt2"))
+    assert f"model '{tmp_path / 'gpt2'}' is of family 'gpt2'" in message
+
+
+def test_a_reference_with_too_few_embeddings_is_named(
+    tmp_path: Path, write_config: Write, refuse: Refuse
+):
+    other = save_model(tmp_path / "other", vocab_size=40)
+    assert "embedding rows, the model has 40" in refuse(write_config(ref_model=other))
 
 
 def test_TPL_06_conversations_without_a_chat_template(

@@ -36,7 +36,8 @@ def write_config(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def write(**changes: Any) -> str:
         changes = {"model": files / "model", "train_dataset": files / "train.jsonl", **changes}
         path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(options(tmp_path, **changes)))
+        values = options(tmp_path, **changes)
+        path.write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
         return str(path)
 
     return write
@@ -76,6 +77,14 @@ def test_more_ranks_need_fewer_micro_batches_each(
     assert alone["steps"] == many["steps"] == 5
     assert alone["tokens_per_step"] == many["tokens_per_step"]
     assert alone["most_micro_batches"] > many["most_micro_batches"]
+
+
+def test_sizes_per_device_are_multiplied_with_the_intended_ranks(
+    write_config: Write, capsys: pytest.CaptureFixture[str]
+):
+    path = write_config(train_batch_size=None, per_device_train_batch_size=2)
+    arguments = ("--gradient_accumulation_steps", "3", "--world-size", "4")
+    assert dry_run(capsys, path, *arguments)["plan"]["pairs_per_step"] == 24
 
 
 def test_without_json_sections_are_printed(write_config: Write, capsys: pytest.CaptureFixture[str]):

@@ -148,6 +148,51 @@ def test_the_rehearsal_happens_once_and_leaves_no_gradient(
     assert differing(weights(trainer), weights(other)) == []
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["f32", "bf16"])
+def test_OPT_08_updates_of_dpos_size_reach_the_weights(bf16: bool, make: Train):
+    trainer = make(bf16=bf16, learning_rate=1e-6, optim="adamw_torch", max_grad_norm=0.0)
+    optimizer = trainer.create_optimizer()
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.fill_(1.0)
+    for _ in range(1000):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    # just below 1, float32 steps by 2^-24: an update of 16.8 such steps is rounded to 17
+    expected = 1 - 1000 * 17 * 2.0**-24
+    assert weight.detach().mean().item() == pytest.approx(expected, abs=1e-6)
+    assert expected == pytest.approx(0.999, abs=2e-5)
+    assert {state.dtype for state in optimizer.state[weight].values()} == {torch.float32}
+
+
+def test_OPT_08_parameters_that_would_round_them_away_are_warned_of(
+    make: Train, caplog: pytest.LogCaptureFixture
+):
+    trainer = make(model_init_kwargs={"dtype": "bfloat16"}, max_steps=1)
+    with caplog.at_level(logging.WARNING, logger="sdpo_scale"):
+        trainer.train()
+    assert "parameters are bfloat16, and so is the optimizer's state: updates" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_REF_08_a_run_on_a_damaged_cache_is_the_run_on_a_new_one(
+    damage: str, train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    cache = str(tmp_path / "shared")
+    first = train(folder=tmp_path / "first", cache_dir=cache, max_steps=3)
+    (shard,) = (tmp_path / "shared" / "reference").glob("*/shard-*.arrow")
+    contents = bytearray(shard.read_bytes())
+    if damage == "cut":
+        contents = contents[:-100]
+    else:
+        contents[len(contents) // 2] ^= 0x40
+    shard.write_bytes(contents)
+    second = train(folder=tmp_path / "second", cache_dir=cache, max_steps=3)
+    assert f"{shard} is damaged; its pairs are scored anew" in caplog.text
+    assert losses(second) == losses(first)
+    assert differing(weights(second), weights(first)) == []
+
+
 # What is logged.
 
 

@@ -25,11 +25,13 @@ FLOORS = (
      "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
      "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("waiting", "failures", "objective_options", "config", "options", "inputs", "card",
-     "weighting", "record", "sharding", "step", "checks", "callbacks", "checkpoints", "scoring",
+    ("waiting", "failures", "trl_options", "objective_options", "config", "options", "inputs",
+     "card", "weighting", "record", "sharding", "references", "step", "checks", "callbacks",
+     "checkpoints", "scoring",
      "token_limit", "trainer"),
     # 5: evidence and commands
-    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "cli",
+    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "convert",
+     "cli",
      "__main__"),
 )
 # fmt: on

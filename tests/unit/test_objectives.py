@@ -39,6 +39,12 @@ def test_loss_equals_its_closed_form(name):
         )
 
 
+def test_NUM_05_ipo_takes_averages_over_tokens_not_sums():
+    log_ratios, lengths = ([1.0], [-2.0]), (2, 4)
+    assert loss("ipo", *log_ratios, beta=0.1, lengths=lengths).item() == pytest.approx(16.0)
+    assert loss("ipo", *log_ratios, beta=0.1, lengths=(1, 1)).item() == pytest.approx(4.0)  # sums
+
+
 def test_case_num_02_extreme_margins_stay_finite():
     case = {
         "cases": [
