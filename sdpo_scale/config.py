@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 
+from sdpo_scale.data.formats import RESERVED_OPTIONS
 from sdpo_scale.modeling.adapters import check_adapter_options
 from sdpo_scale.objective_options import check_objective_options, objective_of
 from sdpo_scale.objectives import Objective
@@ -60,6 +61,10 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     chat_template: str | None = field(default=None)
     """Chat template (Jinja text or a file), where the tokenizer has none or another."""
 
+    chat_template_kwargs: dict[str, Any] | None = field(default=None)
+    """Further variables for the chat template, e.g. ``{enable_thinking: false}``; those of a row's
+    column of that name win."""
+
     use_peft: bool = field(default=False)
     """Train a LoRA adapter instead of the model; names and meanings of what follows are TRL's."""
     lora_r: int = field(default=16)
@@ -92,8 +97,9 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     """Save the base model with the adapter merged in; checkpoints hold the adapter."""
 
     train_dataset: Any = field(default=None)
-    """Preference pairs: .jsonl, .json, .parquet, a ``save_to_disk`` folder, a Hub name, a list of
-    these, or ``demo``."""
+    """Preference pairs: .jsonl, .json, .csv, .parquet, a ``save_to_disk`` folder, a Hub name,
+    ``demo``, or a list of these, in which an entry may be ``{path: ..., weight: 2, split: ...,
+    subset: ..., revision: ...}``; a weight is the number of copies of each pair in an epoch."""
     eval_dataset: Any = field(default=None)
     """Pairs to evaluate on, in the same forms."""
     train_split: str = field(default="train")
@@ -303,6 +309,15 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
             raise ValueError(
                 f"score_max_tokens is {self.score_max_tokens}, less than max_tokens "
                 f"({self.max_tokens}): without gradient at least as much fits"
+            )
+        if not isinstance(self.chat_template_kwargs or {}, dict):
+            raise ValueError(
+                f"chat_template_kwargs must map names to values, got {self.chat_template_kwargs!r}"
+            )
+        reserved = sorted(RESERVED_OPTIONS & (self.chat_template_kwargs or {}).keys())
+        if reserved:
+            raise ValueError(
+                f"chat_template_kwargs: {reserved[0]!r} is no variable of a template; drop it"
             )
         if self.eval_holdout is not None and self.eval_dataset is not None:
             raise ValueError(

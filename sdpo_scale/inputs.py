@@ -5,6 +5,7 @@ Everything that a user can get wrong is refused before the weights are read.
 
 import json
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sdpo_scale import demo
-from sdpo_scale.config import SDPOConfig
+from sdpo_scale.config import SDPOConfig, nearest
 from sdpo_scale.data.pairs import PairDataset
 from sdpo_scale.data.preference import Preparation, PreparationReport, prepare_pairs
+from sdpo_scale.data.sources import Part, parts_of
 from sdpo_scale.data.tokenization import tokenizer_fingerprint
 from sdpo_scale.modeling.adapted import is_adapted, prepare_checkpointing
 from sdpo_scale.modeling.adapters import (
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _DECIDES_PAIRS = (
     *("on_bad_row", "train_split", "eval_split", "eval_holdout"),
-    *("max_train_samples", "max_eval_samples"),
+    *("max_train_samples", "max_eval_samples", "chat_template_kwargs"),
 )
 """Options that decide which rows become pairs."""
 
@@ -178,6 +180,9 @@ def prepare_inputs(
             chat_template=args.chat_template,
             **_hub_options(init_kwargs if args.tokenizer is None else {}),
         )
+    if args.chat_template_kwargs:
+        _check_template_options(args.chat_template_kwargs, tokenizer)
+    train_parts, eval_parts = _parts(args, train_dataset, eval_dataset)
     data_key = {
         **tokenizer_fingerprint(tokenizer),
         "max_length": str(args.max_length),
@@ -186,8 +191,8 @@ def prepare_inputs(
     datasets, reports = once_per_folder(
         "tokenization",
         args.cache_path,
-        lambda: _prepare_datasets(args, tokenizer, train_dataset, eval_dataset),
-        request=_request(args, data_key, train_dataset, eval_dataset),
+        lambda: _prepare_datasets(args, tokenizer, train_parts, eval_parts),
+        request=_request(args, data_key, train_parts, eval_parts),
     )
     for part, report in reports.items():
         for owner in [config, *([reference.config] if reference is not None else [])]:
@@ -262,26 +267,66 @@ def _hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
 
 
+def _parts(
+    args: SDPOConfig, train_dataset: Any, eval_dataset: Any
+) -> tuple[list[Part], list[Part]]:
+    """The sources of training and evaluation pairs, all of them checked before one is read."""
+    given = {
+        "train_dataset": (train_dataset, args.train_split),
+        "eval_dataset": (eval_dataset, args.eval_split),
+    }
+    train, evaluation = (
+        []
+        if source is None
+        else parts_of(
+            str(demo.pairs_path()) if isinstance(source, str) and source == "demo" else source,
+            split=split,
+            option=name,
+        )
+        for name, (source, split) in given.items()
+    )
+    weighted = [part for part in evaluation if part.weight != 1]
+    if weighted:
+        raise ValueError(
+            f"eval_dataset: weight {weighted[0].weight:g} of {weighted[0].label} has no effect, an "
+            "evaluation takes each pair once; drop it"
+        )
+    return train, evaluation
+
+
+def _check_template_options(options: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a variable that stands nowhere in the chat template, which would ignore it."""
+    template = str(tokenizer.chat_template or "")
+    words = sorted(set(re.findall(r"[A-Za-z_]\w*", template)))
+    for name in options:
+        if name not in words:
+            raise ValueError(
+                f"chat_template_kwargs: the chat template of the tokenizer at "
+                f"{tokenizer.name_or_path} has no variable {name!r}{nearest(name, words)}"
+            )
+
+
 def _request(args: SDPOConfig, data_key: dict[str, str], *sources: Any) -> str:
     """What prepared pairs depend on, as far as ranks may have been started with different ones."""
     options = {name: getattr(args, name) for name in _DECIDES_PAIRS}
-    given = [source if isinstance(source, str) else type(source).__name__ for source in sources]
+    given = [[(part.label, part.weight) for part in parts] for parts in sources]
     return repr([data_key, given, options])
 
 
 def _prepare_datasets(
     args: SDPOConfig,
     tokenizer: PreTrainedTokenizerBase,
-    train_dataset: Any,
-    eval_dataset: Any,
+    train_parts: list[Part],
+    eval_parts: list[Part],
 ) -> tuple[dict[str, PairDataset], dict[str, PreparationReport]]:
-    sources = {"train": (train_dataset, args.train_split, args.max_train_samples)}
-    if eval_dataset is not None:
-        sources["eval"] = (eval_dataset, args.eval_split, args.max_eval_samples)
+    sources = {"train": (train_parts, args.max_train_samples)}
+    if eval_parts:
+        sources["eval"] = (eval_parts, args.max_eval_samples)
     elif args.eval_holdout is not None:
-        sources["eval"] = (train_dataset, args.train_split, args.max_eval_samples)
+        once = [replace(part, weight=1.0) for part in train_parts]
+        sources["eval"] = (once, args.max_eval_samples)
     datasets, reports = {}, {}
-    for part, (source, split, max_samples) in sources.items():
+    for part, (source, max_samples) in sources.items():
         options = Preparation(
             max_length=args.max_length,
             truncation_mode=args.truncation_mode,
@@ -289,20 +334,23 @@ def _prepare_datasets(
             max_samples=max_samples,
             holdout=args.eval_holdout,
             holdout_part=part if args.eval_holdout is not None else None,
+            template_options=args.chat_template_kwargs or {},
         )
         datasets[part], reports[part] = prepare_pairs(
-            str(demo.pairs_path()) if isinstance(source, str) and source == "demo" else source,
+            source,
             tokenizer,
             options=options,
             cache_dir=args.cache_path / "tokens",
-            split=split,
         )
         for line in reports[part].describe():
             logger.info("%s data: %s", part, line)
     if args.process_index == 0:
         _list_skipped_rows(args.output_path, reports)
-    # rows that were left out have been listed; ranks that are handed the report need the rest
-    return datasets, {part: replace(report, skipped_rows=[]) for part, report in reports.items()}
+    # rows that were left out have been listed; ranks are handed the first ones only
+    return datasets, {
+        part: replace(report, skipped_rows=report.skipped_rows[:10])
+        for part, report in reports.items()
+    }
 
 
 def _list_skipped_rows(folder: Path, reports: dict[str, PreparationReport]) -> None:

@@ -7,6 +7,7 @@ cache folder: equal contents have equal names.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -122,11 +123,14 @@ class RunPairs:
     def train_batches(self) -> StepBatches:
         """Indices of the training pairs of each step."""
         args = self._args
-        seed = args.data_seed if args.data_seed is not None else args.seed
+        dataset = self._inputs.train
         return StepBatches(
-            len(self._inputs.train),
+            len(dataset),
             batch_size=args.train_batch_size,
-            seed=seed if args.train_sampling_strategy == "random" else None,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            shuffles=args.train_sampling_strategy == "random",
+            sources=dataset.sources,
+            weights=dataset.weights,
         )
 
     def eval_loader(self, dataset: Any) -> StepLoader:
@@ -141,7 +145,8 @@ class RunPairs:
                 "reference log-probabilities come from the model before training"
             )
         batch_size = self._args.train_batch_size
-        return self._loader(dataset, StepBatches(len(dataset), batch_size=batch_size, seed=None))
+        batches = StepBatches(len(dataset), batch_size=batch_size, seed=0, shuffles=False)
+        return self._loader(dataset, batches)
 
     def shortest_two(self) -> tuple[Pair, Pair]:
         """The training pairs with the fewest tokens, where there are two."""
@@ -158,8 +163,10 @@ class RunPairs:
         return self._scored(dataset).step(used[list(pack)].tolist())
 
     def _used(self) -> dict[str, tuple[PairDataset, NDArray[np.int64]]]:
-        """Training pairs: all, unless ``max_steps`` ends the run in its first epoch."""
-        used = {"training": (self._inputs.train, self.train_batches().first(self._args.max_steps))}
+        """Training pairs: all, unless the run ends before each of them has had its turn."""
+        batches, args = self.train_batches(), self._args
+        steps = args.max_steps if args.max_steps > 0 else len(batches) * args.num_train_epochs
+        used = {"training": (self._inputs.train, batches.first(math.ceil(steps)))}
         if self._inputs.eval is not None:
             used["evaluation"] = (self._inputs.eval, np.arange(len(self._inputs.eval)))
         return used

@@ -9,7 +9,8 @@
 | conversation, implicit prompt | no such column, or text | full conversations with a shared start |
 
 Conversations may bring `tools` (a list, or the list as JSON text) and `chat_template_kwargs` (an
-object). A text prompt beside full conversations is taken to be repeated in their turns.
+object, or the object as JSON text). A text prompt beside full conversations is taken to be repeated
+in their turns.
 """
 
 import json
@@ -17,12 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sdpo_scale.data.sources import SourceRow
+from sdpo_scale.data.rows import SourceRow
 
 Messages: TypeAlias = list[dict[str, Any]]
 
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "tools", "chat_template_kwargs")
-_RESERVED_OPTIONS = {"conversation", "tools", "tokenize", "add_generation_prompt", "return_dict"}
+RESERVED_OPTIONS = {
+    *("conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
+"""What `apply_chat_template` takes for itself and does not hand to the template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +132,7 @@ def _format_conversation(
 
 
 def _tools(row: SourceRow) -> list[Any] | None:
-    tools = row.values.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise row.error("tools", "invalid JSON", str(error)) from None
+    tools = _from_json(row, "tools")
     if tools is not None and not isinstance(tools, list):
         raise row.error(
             "tools", "neither a list nor a JSON array", f"of type {type(tools).__name__}"
@@ -140,17 +141,28 @@ def _tools(row: SourceRow) -> list[Any] | None:
 
 
 def _template_options(row: SourceRow) -> dict[str, Any]:
-    options = row.values.get("chat_template_kwargs")
+    options = _from_json(row, "chat_template_kwargs")
     if options is None:
         return {}
     if not isinstance(options, dict):
         raise row.error(
             "chat_template_kwargs", "not an object", f"of type {type(options).__name__}"
         )
-    reserved = sorted(_RESERVED_OPTIONS & options.keys())
+    reserved = sorted(RESERVED_OPTIONS & options.keys())
     if reserved:
         raise row.error("chat_template_kwargs", "holds a reserved name", ", ".join(reserved))
     return options
+
+
+def _from_json(row: SourceRow, column: str) -> Any:
+    """A column that may hold JSON text."""
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise row.error(column, "invalid JSON", str(error)) from None
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:

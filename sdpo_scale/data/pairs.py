@@ -5,14 +5,22 @@
 | `pair_id` | int64 |
 | `prompt_ids`, `chosen_ids`, `rejected_ids` | list of int32 |
 | `content_hash` | 16 bytes: BLAKE2b over the three id arrays and their lengths |
+| `source` | int32: which source of a mixture the pair is from |
+
+The weights of the sources stand in the schema's metadata. Per pair about 50 bytes are held in
+memory, whatever its length, and at most `_MOST_TOUCHED_BYTES` of the file stay mapped.
 """
 
 import hashlib
+import json
+import mmap
 import os
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,14 +28,16 @@ import pyarrow as pa
 from sdpo_scale.data.tokenization import TokenizedRow
 
 _ROWS_PER_BATCH = 1000
+_MOST_TOUCHED_BYTES = 32 << 20
 _ID_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _SCHEMA = pa.schema(
     [
         ("pair_id", pa.int64()),
         *((name, pa.list_(pa.int32())) for name in _ID_COLUMNS),
         ("content_hash", pa.binary(16)),
+        ("source", pa.int32()),
     ],
-    metadata={"format": "sdpo_scale tokenized pairs, version 1"},
+    metadata={"format": "sdpo_scale tokenized pairs, version 2"},
 )
 
 
@@ -52,6 +62,25 @@ class Pair:
         return self.prompt_ids, self.chosen_ids, self.rejected_ids
 
 
+class ContentHashes(Sequence[bytes]):
+    """16 bytes for each pair, without an object for each of them."""
+
+    def __init__(self, joined: bytes) -> None:
+        self.joined = joined
+
+    def __len__(self) -> int:
+        return len(self.joined) // 16
+
+    def __getitem__(self, index: Any) -> Any:
+        start = 16 * range(len(self))[index]
+        return self.joined[start : start + 16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContentHashes) and self.joined == other.joined
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class PairDataset:
     """Tokenized pairs read from a memory-mapped file; pickles as its path.
 
@@ -60,23 +89,42 @@ class PairDataset:
         lengths: int64 [N, 3], tokens of prompt, chosen and rejected.
         pair_ids: int64 [N].
         content_hashes: N times 16 bytes.
+        sources: int32 [N], which source of a mixture each is from.
+        weights: of each source, its pairs' copies in an epoch.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        with pa.memory_map(str(self.path)) as source, pa.ipc.open_stream(source) as stream:
-            batches = list(stream)
-        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-        self._ids = [
-            [_list_arrays(batch.column(name)) for name in _ID_COLUMNS] for batch in batches
-        ]
-        sizes = [
-            np.stack([np.diff(offsets) for offsets, _ in columns], axis=1) for columns in self._ids
-        ]
-        self.lengths = np.concatenate(sizes).astype(np.int64)
-        self.pair_ids = np.concatenate([batch.column("pair_id").to_numpy() for batch in batches])
-        hashes = (batch.column("content_hash").to_pylist() for batch in batches)
-        self.content_hashes: list[bytes] = [value for part in hashes for value in part]
+        with self.path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._touched_bytes = 0
+        self._starts = [0]
+        self._ids: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        lengths, pair_ids, hashes, sources = [], [], [], []
+        with pa.ipc.open_stream(pa.py_buffer(self._map)) as stream:
+            self.weights: tuple[float, ...] = tuple(json.loads(stream.schema.metadata[b"weights"]))
+            for batch in stream:
+                columns = [_list_arrays(batch.column(name)) for name in _ID_COLUMNS]
+                self._ids.append(columns)
+                self._starts.append(self._starts[-1] + batch.num_rows)
+                lengths.append(np.stack([np.diff(offsets) for offsets, _ in columns], axis=1))
+                pair_ids.append(batch.column("pair_id").to_numpy().copy())
+                hashes.append(batch.column("content_hash").buffers()[1].to_pybytes())
+                sources.append(batch.column("source").to_numpy().copy())
+                self._release()
+        self.lengths = np.concatenate(lengths).astype(np.int64)
+        self.pair_ids = np.concatenate(pair_ids)
+        self.content_hashes = ContentHashes(b"".join(hashes))
+        self.sources = np.concatenate(sources)
+
+    def _release(self) -> None:
+        """Hands the file's pages back to the system; they are read again where they are needed.
+
+        Otherwise all of the file would count as this process's memory once it was read.
+        """
+        self._touched_bytes = 0
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def __reduce__(self) -> tuple[type["PairDataset"], tuple[Path]]:
         return PairDataset, (self.path,)
@@ -95,6 +143,9 @@ class PairDataset:
         prompt, chosen, rejected = (
             values[offsets[row] : offsets[row + 1]] for offsets, values in self._ids[batch]
         )
+        self._touched_bytes += mmap.PAGESIZE + prompt.nbytes + chosen.nbytes + rejected.nbytes
+        if self._touched_bytes > _MOST_TOUCHED_BYTES:
+            self._release()
         pair_id, content_hash = int(self.pair_ids[index]), self.content_hashes[index]
         return Pair(pair_id, prompt, chosen, rejected, content_hash)
 
@@ -106,16 +157,19 @@ def _list_arrays(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
 class PairWriter:
     """Writes pairs to a temporary file and gives it its final name when everything is on disk."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, weights: Sequence[float] = (1.0,)) -> None:
+        """Takes the folder, and the weights of the sources that the pairs are from."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._temporary = folder / f".tokens-{os.getpid()}-{uuid.uuid4().hex}.tmp"
-        self._digest = hashlib.sha256()
-        self._pairs: list[tuple[int, TokenizedRow]] = []
+        text = json.dumps([float(weight) for weight in weights])
+        self._schema = _SCHEMA.with_metadata({**_SCHEMA.metadata, b"weights": text.encode()})
+        self._digest = hashlib.sha256(text.encode())
+        self._pairs: list[tuple[int, int, TokenizedRow]] = []
 
     def __enter__(self) -> "PairWriter":
         self._file = self._temporary.open("wb")
-        self._stream = pa.ipc.new_stream(self._file, _SCHEMA)
+        self._stream = pa.ipc.new_stream(self._file, self._schema)
         return self
 
     def __exit__(
@@ -127,25 +181,27 @@ class PairWriter:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def add(self, pair_id: int, pair: TokenizedRow) -> None:
+    def add(self, pair_id: int, pair: TokenizedRow, *, source: int = 0) -> None:
         """Adds one pair."""
-        self._pairs.append((pair_id, pair))
+        self._pairs.append((pair_id, source, pair))
         if len(self._pairs) == _ROWS_PER_BATCH:
             self._flush()
 
     def _flush(self) -> None:
         if not self._pairs:
             return
-        pair_ids = np.array([pair_id for pair_id, _ in self._pairs], np.int64)
-        pairs = [pair for _, pair in self._pairs]
+        pair_ids = np.array([pair_id for pair_id, _, _ in self._pairs], np.int64)
+        sources = np.array([source for _, source, _ in self._pairs], np.int32)
+        pairs = [pair for _, _, pair in self._pairs]
         sides = [
             [np.array(side, np.int32) for side in (p.prompt, p.chosen, p.rejected)] for p in pairs
         ]
         hashes = [_content_hash(arrays) for arrays in sides]
         columns = [_list_column(arrays) for arrays in zip(*sides, strict=True)]
-        columns = [pa.array(pair_ids), *columns, pa.array(hashes, pa.binary(16))]
-        self._stream.write_batch(pa.record_batch(columns, schema=_SCHEMA))
-        for part in (pair_ids.tobytes(), *hashes):
+        last = [pa.array(hashes, pa.binary(16)), pa.array(sources)]
+        columns = [pa.array(pair_ids), *columns, *last]
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        for part in (pair_ids.tobytes(), sources.tobytes(), *hashes):
             self._digest.update(part)
         self._pairs.clear()
 

@@ -1,6 +1,6 @@
 """Preference data from any source to tokenized pairs in one Arrow file, with a report.
 
-1. `sources.read_rows` yields rows, or the reason why a row cannot be read.
+1. `sources.parts_of` names the sources; each yields rows, or the reason why one cannot be read.
 2. `formats.format_row` decides each row's format; with a holdout, rows of the other part end here.
 3. `tokenization.tokenize_rows` makes ids, a chunk of rows with one tokenizer call.
 4. `tokenization.truncate_row` cuts to `max_length`.
@@ -10,8 +10,8 @@
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sdpo_scale.data.formats import KNOWN_COLUMNS, FormattedRow, format_row
 from sdpo_scale.data.pairs import Pair, PairDataset, PairWriter
-from sdpo_scale.data.sources import DataError, Source, SourceRow, read_rows
+from sdpo_scale.data.rows import DataError, SourceRow
+from sdpo_scale.data.sources import Part, Source, parts_of
 from sdpo_scale.data.tokenization import (
     TokenizedRow,
     TokenizerTraits,
@@ -53,6 +54,8 @@ class Preparation:
     """Every pair whose prompt's digest is divisible by this number is held out from training."""
     holdout_part: str | None = None
     """Which part to prepare if `holdout` is set: `train` or `eval`."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Further variables for the chat template; a row's own win."""
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
@@ -82,6 +85,8 @@ class PreparationReport:
     """Pairs written."""
     held_out: int = 0
     """Rows that belong to the other part of the holdout."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """`source`, `weight`, `rows` and `kept` of each source."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Bad rows by column and reason."""
     skipped_rows: list[DataError] = field(default_factory=list)
@@ -167,6 +172,7 @@ class PreparationReport:
         )
         lines = [
             f"rows: {self.rows} read, {self.kept} kept, {bad} skipped{held_out}",
+            *(_describe_source(source) for source in self.sources if len(self.sources) > 1),
             *(f"skipped {count} for {reason}" for reason, count in self.skipped.items()),
             *(f"skipped {error}" for error in self.skipped_rows[:_BAD_ROWS_NAMED]),
         ]
@@ -212,15 +218,18 @@ def prepare_pairs(
         ValueError: no row is left, the source is of no accepted kind, or the tokenizer lacks a
             chat template or an end token that the rows need.
     """
-    report = PreparationReport()
+    parts = parts_of(source, split=split)
+    report = PreparationReport(
+        sources=[{"source": p.label, "weight": p.weight, "rows": 0, "kept": 0} for p in parts]
+    )
     strict = options.on_bad_row == "error"
     conversations = ends_written = 0
     traits = TokenizerTraits.of(tokenizer)
-    with PairWriter(Path(cache_dir)) as writer:
-        for pair_id, (row, outcome) in enumerate(
-            _outcomes(source, tokenizer, traits, options, split)
-        ):
+    with PairWriter(Path(cache_dir), weights=[part.weight for part in parts]) as writer:
+        outcomes = _outcomes(parts, tokenizer, traits, options)
+        for pair_id, (number, row, outcome) in enumerate(outcomes):
             report.rows += 1
+            report.sources[number]["rows"] += 1
             if row is not None:
                 report.count_columns(row)
             if isinstance(outcome, DataError):
@@ -233,7 +242,8 @@ def prepare_pairs(
                 conversations += outcome.conversational
                 ends_written += outcome.conversational and outcome.writes_end
                 report.count_kept(row, outcome)
-                writer.add(pair_id, outcome)
+                report.sources[number]["kept"] += 1
+                writer.add(pair_id, outcome, source=number)
                 if report.kept == options.max_samples:
                     break
         _raise_if_unusable(report, strict)
@@ -241,28 +251,37 @@ def prepare_pairs(
     report.count_lengths(dataset.lengths)
     if conversations and not ends_written:
         _warn_no_end_token(report, tokenizer, traits)
+    unread = [source["source"] for source in report.sources if not source["rows"]]
+    if unread:
+        report.warnings.append(f"max_samples was reached before {', '.join(unread)} was read")
+        logger.warning(report.warnings[-1])
     return dataset, report
 
 
+def _describe_source(source: Mapping[str, Any]) -> str:
+    weight = f", weight {source['weight']:g}" if source["weight"] != 1 else ""
+    return f"  {source['source']}: {source['rows']} read, {source['kept']} kept{weight}"
+
+
 def _outcomes(
-    source: Source,
+    parts: Sequence[Part],
     tokenizer: PreTrainedTokenizerBase,
     traits: TokenizerTraits,
     options: Preparation,
-    split: str,
-) -> Iterator[tuple[SourceRow | None, TokenizedRow | DataError | None]]:
-    """Every row in order with its ids or its error; None if it is in the other part."""
-    rows = read_rows(source, split=split)
-    while chunk := list(itertools.islice(rows, _ROWS_PER_CALL)):
-        formatted = [_format(row, options) for row in chunk]
-        ready = [item for item in formatted if isinstance(item, tuple)]
-        tokenized = iter(tokenize_rows(ready, tokenizer, traits=traits))
-        for given, item in zip(chunk, formatted, strict=True):
-            row = None if isinstance(given, DataError) else given
-            outcome = next(tokenized) if isinstance(item, tuple) else item
-            if row is not None and isinstance(outcome, TokenizedRow):
-                outcome = _truncate(row, outcome, options)
-            yield row, outcome
+) -> Iterator[tuple[int, SourceRow | None, TokenizedRow | DataError | None]]:
+    """Every row in order with its part's number and its ids or its error; None if held out."""
+    for number, part in enumerate(parts):
+        rows = part.rows()
+        while chunk := list(itertools.islice(rows, _ROWS_PER_CALL)):
+            formatted = [_format(row, options) for row in chunk]
+            ready = [item for item in formatted if isinstance(item, tuple)]
+            tokenized = iter(tokenize_rows(ready, tokenizer, traits=traits))
+            for given, item in zip(chunk, formatted, strict=True):
+                row = None if isinstance(given, DataError) else given
+                outcome = next(tokenized) if isinstance(item, tuple) else item
+                if row is not None and isinstance(outcome, TokenizedRow):
+                    outcome = _truncate(row, outcome, options)
+                yield number, row, outcome
 
 
 def _format(
@@ -274,6 +293,9 @@ def _format(
         formatted = format_row(row)
     except DataError as error:
         return error
+    if options.template_options:
+        variables = {**options.template_options, **formatted.template_options}
+        formatted = replace(formatted, template_options=variables)
     return (row, formatted) if _belongs(formatted.prompt_key, options) else None
 
 
@@ -306,6 +328,7 @@ def _raise_if_unusable(report: PreparationReport, strict: bool) -> None:
             reasons.append(f"{report.held_out} in the other part of the holdout")
         raise ValueError(
             f"no pair left of {report.rows} rows: {'; '.join(reasons) or 'nothing given'}"
+            + "".join(f"\n{error}" for error in report.skipped_rows[:_BAD_ROWS_NAMED])
         )
 
 

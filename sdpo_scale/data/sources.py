@@ -1,295 +1,222 @@
-"""Rows of preference data from the outside world, one at a time, each with its place of origin.
+"""Where preference data comes from: files, folders, the Hub or memory, alone or as a mixture.
 
-Accepted sources, alone or in a list: JSON Lines (`.jsonl`, `.ndjson`), a JSON array (`.json`),
-parquet (`.parquet`), a folder written by `datasets.save_to_disk`, a `datasets.Dataset`, a list of
-dictionaries, and the name of a dataset on the Hub. JSON is read by this module and not by
-`datasets`, because a schema guessed from the first rows turns answers that look like dates into
-timestamps and cannot hold rows of different shape.
+Accepted are JSON Lines (`.jsonl`, `.ndjson`), a JSON array (`.json`), `.csv`, `.tsv`, `.parquet`, a
+folder written by `datasets.save_to_disk`, a `datasets.Dataset`, a list of dictionaries, the name of
+a dataset on the Hub, and a list of these, in which an entry may say more:
+
+    train_dataset:
+      - path: mine.jsonl
+        weight: 2                 # each of its pairs twice in an epoch
+      - path: org/name            # on the Hub
+        subset: default
+        split: train_prefs
+        revision: 3d1a0bd
+        weight: 0.25              # a quarter of its pairs, another one in each epoch
 """
 
-import json
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-Source: TypeAlias = "str | PathLike[str] | datasets.Dataset | datasets.DatasetDict | list[Any]"
+from sdpo_scale.data.files import (
+    READERS,
+    ROWS_PER_READ,
+    checked_rows,
+    padded_columns,
+    without_padding,
+)
+from sdpo_scale.data.rows import DataError, SourceRow
+
+__all__ = ["DataError", "Part", "Source", "SourceRow", "parts_of", "read_rows"]
+
+Source: TypeAlias = (
+    "str | PathLike[str] | datasets.Dataset | datasets.DatasetDict | Mapping[str, Any] | list[Any]"
+)
+Rows: TypeAlias = Iterator[SourceRow | DataError]
 
 ACCEPTED_KINDS = (
-    "a .jsonl, .ndjson, .json or .parquet file, a folder written by datasets.save_to_disk, "
-    "a datasets.Dataset, a list of dictionaries, or the name of a dataset on the Hub"
+    "a .jsonl, .ndjson, .json, .csv, .tsv or .parquet file, a folder written by "
+    "datasets.save_to_disk, a datasets.Dataset, a list of dictionaries, or the name of a dataset "
+    "on the Hub"
 )
-_UTF8_BOM = b"\xef\xbb\xbf"
-_ROWS_PER_READ = 1024
+_KEYS = ("path", "split", "subset", "revision", "weight")
 _FILE_SUFFIX = re.compile(
     r"\.(jsonl?|ndjson|parquet|arrow|feather|csv|tsv|txt|gz|bz2|xz|zst|zip)$", re.I
 )
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-class DataError(ValueError):
-    """A row that cannot be used, with its place.
-
-    Attributes:
-        file: path, Hub name, or a word in angle brackets for data given in memory.
-        row: row number from 0, blank lines not counted; None if the whole file is meant.
-        line: physical line from 1, for text files.
-        column: the column at fault, if it is one.
-        reason: what is wrong, the same words for every row with the same fault.
-        detail: what is particular to this row.
-        further_lines: lines that follow in the message (other bad rows, a hint).
-    """
-
-    def __init__(
-        self,
-        file: str,
-        row: int | None = None,
-        *,
-        line: int | None = None,
-        column: str | None = None,
-        reason: str,
-        detail: str = "",
-        further_lines: tuple[str, ...] = (),
-    ) -> None:
-        self.file = file
-        self.row = row
-        self.line = line
-        self.column = column
-        self.reason = reason
-        self.detail = detail
-        self.further_lines = further_lines
-        super().__init__(str(self))
-
-    def __str__(self) -> str:
-        column = "" if self.column is None else f", column {self.column}"
-        detail = f": {self.detail}" if self.detail else ""
-        first = f"{_place(self.file, self.row, self.line)}{column}: {self.reason}{detail}"
-        return "\n".join([first, *self.further_lines])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_error, (self._attributes(),)
-
-    def _attributes(self) -> dict[str, Any]:
-        names = ("file", "row", "line", "column", "reason", "detail", "further_lines")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def kind(self) -> str:
-        """Column and reason: the key under which bad rows are counted."""
-        return self.reason if self.column is None else f"{self.column}: {self.reason}"
-
-    def with_lines(self, lines: Iterable[str]) -> "DataError":
-        """The same error with further lines after its message."""
-        return _rebuild_error({**self._attributes(), "further_lines": tuple(lines)})
-
-
-def _rebuild_error(attributes: dict[str, Any]) -> DataError:
-    return DataError(attributes.pop("file"), attributes.pop("row"), **attributes)
-
-
-def _place(file: str, row: int | None, line: int | None) -> str:
-    row_text = "" if row is None else f" row {row}"
-    line_text = "" if line is None else f" (line {line})"
-    return f"{file}{row_text}{line_text}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRow:
-    """One row as it was given, with its place."""
+class Part:
+    """One source of a mixture."""
 
-    values: dict[str, Any]
-    """Column name to value."""
-    file: str
+    label: str
     """Path, Hub name, or a word in angle brackets for data given in memory."""
-    row: int
-    """Row number inside the file, from 0."""
-    line: int | None = None
-    """Physical line from 1, for text files."""
-
-    @property
-    def label(self) -> str:
-        """The place in words: `train.jsonl row 1 (line 2)`."""
-        return _place(self.file, self.row, self.line)
-
-    def error(self, column: str | None, reason: str, detail: str = "") -> DataError:
-        """The error that says what is wrong with a column of this row."""
-        return DataError(
-            self.file, self.row, line=self.line, column=column, reason=reason, detail=detail
-        )
+    weight: float = 1.0
+    """Copies of each of its pairs in an epoch, on average; exactly weight × pairs in all."""
+    rows: Callable[[], Rows]
+    """Reads it."""
 
 
-def read_rows(source: Source, *, split: str = "train") -> Iterator[SourceRow | DataError]:
+def read_rows(source: Source, *, split: str = "train") -> Rows:
     """Yields the rows of a source in order; a row that cannot be read is yielded as a DataError.
 
     Files are streamed, except `.json`, which is one document.
 
     Args:
-        source: anything `ACCEPTED_KINDS` lists, or a list of such things.
-        split: which split of a Hub dataset or a dictionary of datasets; files have none.
+        source: as in `parts_of`.
+        split: as in `parts_of`.
 
     Raises:
         FileNotFoundError: the source is a path and nothing is there.
         ValueError: the source is of no accepted kind, or the Hub did not give it.
     """
-    if isinstance(source, datasets.Dataset | datasets.DatasetDict):
-        yield from _dataset_rows(source, "<dataset>", split)
-    elif isinstance(source, list | tuple):
-        if all(_is_source(item) for item in source):
-            for item in source:
-                yield from read_rows(item, split=split)
-        else:
-            yield from _checked_rows(source, "<memory>")
-    elif isinstance(source, str | PathLike):
-        yield from _path_rows(fspath(source), split)
-    else:
-        raise ValueError(
-            f"a data source cannot be of type {type(source).__name__}; give {ACCEPTED_KINDS}"
-        )
+    for part in parts_of(source, split=split):
+        yield from part.rows()
+
+
+def parts_of(source: Source, *, split: str, option: str = "data source") -> list[Part]:
+    """The sources that a source consists of, checked as far as that is possible without reading.
+
+    Args:
+        source: anything `ACCEPTED_KINDS` lists, or a list of such things and of mappings with
+            `path` and any of `split`, `subset`, `revision` and `weight`.
+        split: which split of a Hub dataset or a dictionary of datasets, unless an entry says it;
+            files have none.
+        option: what gave the source, for messages.
+
+    Raises:
+        FileNotFoundError: a path where nothing is.
+        ValueError: a source of no accepted kind, or a key of an entry that cannot be used.
+    """
+    if not isinstance(source, list | tuple):
+        return [_any_part(source, split, option)]
+    if all(isinstance(item, Part) for item in source):
+        return list(source)
+    if not any(_is_source(item) for item in source):
+        return [Part(label="<memory>", rows=lambda: checked_rows(source, "<memory>"))]
+    parts = []
+    for number, item in enumerate(source):
+        place = f"{option}[{number}]"
+        if not _is_source(item):
+            text = repr(item)[:80]
+            raise ValueError(f"{place}: {text} is no source, as other entries are; {_FORMS}")
+        parts.append(_any_part(item, split, place))
+    return parts
+
+
+_FORMS = f"give {ACCEPTED_KINDS}, or a mapping with {', '.join(_KEYS)}"
+
+
+def _any_part(item: Any, split: str, place: str) -> Part:
+    is_entry = isinstance(item, Mapping) and not isinstance(item, datasets.DatasetDict)
+    return _entry(item, split, place) if is_entry else _part(item, split, place, {})
 
 
 def _is_source(item: object) -> bool:
+    """Whether an item of a list is a source and not a row."""
+    if isinstance(item, Mapping) and not isinstance(item, datasets.DatasetDict):
+        return not {"chosen", "rejected"} & item.keys() and bool(set(_KEYS) & item.keys())
     return isinstance(item, str | PathLike | datasets.Dataset | datasets.DatasetDict)
 
 
-def _path_rows(name: str, split: str) -> Iterator[SourceRow | DataError]:
+def _entry(entry: Mapping[str, Any], split: str, place: str) -> Part:
+    """The part that a mapping describes."""
+    unknown = sorted(entry.keys() - set(_KEYS))
+    if unknown:
+        raise ValueError(f"{place}: unknown key {unknown[0]!r}; known are {', '.join(_KEYS)}")
+    if "path" not in entry:
+        raise ValueError(f"{place}: path is missing; {_FORMS}")
+    for key in ("split", "subset", "revision"):
+        if key in entry and not isinstance(entry[key], str):
+            raise ValueError(f"{place}: {key} {entry[key]!r} is not text")
+    weight = entry.get("weight", 1)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight < math.inf:
+        raise ValueError(
+            f"{place}: weight {weight!r} is not a positive number; it is the number of copies of "
+            "each pair in an epoch (to use none, leave the entry out)"
+        )
+    part = _part(entry["path"], entry.get("split", split), place, entry)
+    return Part(label=part.label, weight=float(weight), rows=part.rows)
+
+
+def _part(source: Any, split: str, place: str, entry: Mapping[str, Any]) -> Part:
+    """A part of weight 1; `entry` holds the keys that the user gave."""
+    if isinstance(source, datasets.Dataset | datasets.DatasetDict):
+        _refuse_keys(entry, ("subset", "revision"), place, "a dataset in memory")
+        if isinstance(source, datasets.Dataset):
+            _refuse_keys(entry, ("split",), place, "a datasets.Dataset")
+        else:
+            _check_split(source, "<dataset>", split)
+        return Part(label="<dataset>", rows=lambda: _dataset_rows(source, "<dataset>", split))
+    if not isinstance(source, str | PathLike):
+        raise ValueError(
+            f"{place}: a data source cannot be of type {type(source).__name__}; {_FORMS}"
+        )
+    name = fspath(source)
     path = Path(name).expanduser()
-    if path.is_dir():
-        if any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
-            return _dataset_rows(datasets.load_from_disk(str(path)), name, split)
-        return _hub_rows(name, split)
-    if path.exists():
-        readers = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".json": _json_rows}
-        reader = {**readers, ".parquet": _parquet_rows}.get(path.suffix.lower())
+    if path.is_file():
+        reader = READERS.get(path.suffix.lower())
         if reader is None:
             raise ValueError(
                 f"{name}: files ending in {path.suffix!r} are not read; give {ACCEPTED_KINDS}"
             )
-        return reader(path, name)
-    if _FILE_SUFFIX.search(name) or not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        _refuse_keys(entry, ("split", "subset", "revision"), place, f"the file {name}")
+        return Part(label=name, rows=lambda: reader(path, name))
+    if any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+        _refuse_keys(entry, ("subset", "revision"), place, f"the folder {name}")
+        return Part(label=name, rows=lambda: _saved_rows(path, name, split))
+    is_no_hub_name = not _HUB_NAME.fullmatch(name) or name.startswith(".")
+    if not path.is_dir() and (_FILE_SUFFIX.search(name) or is_no_hub_name):
         raise FileNotFoundError(f"{name}: no such file or folder (looked for {path.absolute()})")
-    return _hub_rows(name, split)
+    options = {"name": entry.get("subset"), "revision": entry.get("revision")}
+    given = {key: value for key, value in options.items() if value is not None}
+    return Part(label=name, rows=lambda: _hub_rows(name, split, given))
 
 
-def _hub_rows(name: str, split: str) -> Iterator[SourceRow | DataError]:
+def _refuse_keys(entry: Mapping[str, Any], keys: Iterable[str], place: str, what: str) -> None:
+    for key in keys:
+        if key in entry:
+            raise ValueError(f"{place}: {key} {entry[key]!r} has no effect on {what}; drop it")
+
+
+def _hub_rows(name: str, split: str, options: dict[str, str]) -> Rows:
     try:
-        dataset = datasets.load_dataset(name, split=split)
+        dataset = datasets.load_dataset(name, split=split, **options)
     except Exception as error:  # the loaders, the network and the Hub each bring their own classes
+        given = "".join(f", {key} {value!r}" for key, value in options.items())
         raise ValueError(
-            f"{name!r}, split {split!r}, is neither here nor could it be loaded as a dataset "
-            f"({type(error).__name__}: {error}); give {ACCEPTED_KINDS}"
+            f"{name!r}, split {split!r}{given}, is neither here nor could it be loaded as a "
+            f"dataset ({type(error).__name__}: {error}); give {ACCEPTED_KINDS}"
         ) from error
     return _dataset_rows(dataset, name, split)
 
 
-def _jsonl_rows(path: Path, name: str) -> Iterator[SourceRow | DataError]:
-    """Rows of a JSON Lines file; a line ends at the byte 0x0A and nowhere else."""
-    row = 0
-    with path.open("rb") as lines:
-        for line, raw in enumerate(lines, start=1):
-            content = (raw.removeprefix(_UTF8_BOM) if line == 1 else raw).rstrip(b"\r\n")
-            if not content.strip():
-                continue
-            yield _jsonl_row(content, name, row, line)
-            row += 1
+def _saved_rows(path: Path, name: str, split: str) -> Rows:
+    return _dataset_rows(datasets.load_from_disk(str(path)), name, split)
 
 
-def _jsonl_row(content: bytes, name: str, row: int, line: int) -> SourceRow | DataError:
-    try:
-        values = json.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        detail = f"byte {content[error.start]:#04x} at position {error.start}"
-        return DataError(name, row, line=line, reason="not UTF-8", detail=detail)
-    except (ValueError, RecursionError) as error:
-        return DataError(name, row, line=line, reason="invalid JSON", detail=str(error))
-    return _checked_row(values, name, row, line)
+def _check_split(dataset: datasets.DatasetDict, name: str, split: str) -> None:
+    if split not in dataset:
+        raise ValueError(f"{name} has no split {split!r}; it has {', '.join(map(str, dataset))}")
 
 
-def _json_rows(path: Path, name: str) -> Iterator[SourceRow | DataError]:
-    try:
-        document = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        yield DataError(name, reason="not UTF-8", detail=f"byte at position {error.start}")
-        return
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # several documents: JSON Lines under the name .json
-            yield from _jsonl_rows(path, name)
-        else:
-            yield DataError(name, line=error.lineno, reason="invalid JSON", detail=str(error))
-        return
-    rows = document.get("data") if isinstance(document, dict) else document
-    if isinstance(rows, list):
-        yield from _checked_rows(rows, name)
-    else:
-        yield DataError(name, reason='neither an array of objects nor {"data": [...]}')
-
-
-def _checked_rows(rows: Iterable[Any], name: str) -> Iterator[SourceRow | DataError]:
-    return (_checked_row(values, name, row, None) for row, values in enumerate(rows))
-
-
-def _checked_row(values: Any, name: str, row: int, line: int | None) -> SourceRow | DataError:
-    if not isinstance(values, dict):
-        kind = type(values).__name__
-        return DataError(name, row, line=line, reason="not an object", detail=f"of type {kind}")
-    return SourceRow(values=values, file=name, row=row, line=line)
-
-
-def _parquet_rows(path: Path, name: str) -> Iterator[SourceRow | DataError]:
-    row = 0
-    try:
-        with pq.ParquetFile(path) as parquet:
-            padded = _padded_columns(parquet.schema_arrow)
-            for batch in parquet.iter_batches(batch_size=_ROWS_PER_READ):
-                for values in batch.to_pylist():
-                    yield SourceRow(values=_without_padding(values, padded), file=name, row=row)
-                    row += 1
-    except pa.ArrowException as error:
-        yield DataError(name, reason="not a readable parquet file", detail=str(error))
-
-
-def _dataset_rows(
-    dataset: datasets.Dataset | datasets.DatasetDict, name: str, split: str
-) -> Iterator[SourceRow | DataError]:
+def _dataset_rows(dataset: datasets.Dataset | datasets.DatasetDict, name: str, split: str) -> Rows:
     if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise ValueError(
-                f"{name} has no split {split!r}; it has {', '.join(map(str, dataset))}"
-            )
+        _check_split(dataset, name, split)
         dataset = dataset[split]
-    padded = _padded_columns(dataset.features.arrow_schema)
+    padded = padded_columns(dataset.features.arrow_schema)
     row = 0
-    for columns in dataset.with_format(None).iter(batch_size=_ROWS_PER_READ):
+    for columns in dataset.with_format(None).iter(batch_size=ROWS_PER_READ):
         names = list(columns)
         for record in zip(*columns.values(), strict=True):
-            values = _without_padding(dict(zip(names, record, strict=True)), padded)
+            values = without_padding(dict(zip(names, record, strict=True)), padded)
             yield SourceRow(values=values, file=name, row=row)
             row += 1
-
-
-def _padded_columns(schema: pa.Schema) -> set[str]:
-    """Columns in which Arrow gives every dictionary the union of all keys."""
-    return {field.name for field in schema if pa.types.is_nested(field.type)}
-
-
-def _without_padding(values: dict[str, Any], padded: set[str]) -> dict[str, Any]:
-    return {name: _pruned(value) if name in padded else value for name, value in values.items()}
-
-
-def _pruned(value: Any) -> Any:
-    """Drops null keys from dictionaries at any depth; a message keeps its `content: None`."""
-    if isinstance(value, list):
-        return [_pruned(item) for item in value]
-    if isinstance(value, dict):
-        keep_content = "role" in value
-        return {
-            key: _pruned(item)
-            for key, item in value.items()
-            if item is not None or (keep_content and key == "content")
-        }
-    return value

@@ -29,7 +29,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from sdpo_scale.data.formats import FormattedRow, common_length
-from sdpo_scale.data.sources import DataError, SourceRow
+from sdpo_scale.data.rows import DataError, SourceRow
 
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 

@@ -21,7 +21,8 @@ FLOORS = (
     ("packing.layout", "modeling.attention", "modeling.logprobs",
      "modeling.activation_checkpointing"),
     # 3: the outside world
-    ("demo", "data.sources", "data.formats", "data.tokenization", "data.pairs", "data.preference",
+    ("demo", "data.rows", "data.files", "data.sources", "data.formats", "data.tokenization",
+     "data.pairs", "data.preference",
      "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
      "data.reference", "data.loader", "metrics"),
     # 4: the step

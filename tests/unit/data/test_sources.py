@@ -170,9 +170,9 @@ def test_a_missing_file(name):
 
 
 def test_a_file_of_another_kind(tmp_path):
-    path = jsonl(tmp_path / "x.csv", b"a,b")
+    path = jsonl(tmp_path / "x.txt", b"a,b")
     with pytest.raises(
-        ValueError, match=r"x\.csv: files ending in '\.csv' are not read; give a \.jsonl"
+        ValueError, match=r"x\.txt: files ending in '\.txt' are not read; give a \.jsonl"
     ):
         values(path)
 
