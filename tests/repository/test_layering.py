@@ -26,7 +26,8 @@ FLOORS = (
      "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
      "data.reference", "data.loader", "metrics"),
     # 4: the step
-    ("waiting", "failures", "trl_options", "objective_options", "config", "options", "inputs",
+    ("waiting", "failures", "trl_options", "objective_options", "config", "options", "run_data",
+     "inputs",
      "card", "weighting", "record", "sharding", "references", "step", "checks", "callbacks",
      "checkpoints", "scoring",
      "token_limit", "trainer"),
