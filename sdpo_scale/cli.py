@@ -5,6 +5,8 @@
     sdpo-scale score CONFIG [--field value ...] [--json]    fill the reference cache only
     sdpo-scale verify CONFIG [--num_draws N] [--warmup_steps N] [--field value ...] [--json]
                                                             is the pruned gradient unbiased?
+    sdpo-scale check-data CONFIG [--rows N] [--field value ...] [--json]
+                                                            rows, lengths, duplicates, decoded pairs
     sdpo-scale convert-trl SOURCE [--output FILE] [--json]  TRL's YAML or command line as a config
 
 CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
@@ -36,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0; 1 if verify finds a bias or a rank fails; 2 if something the user gave
-        cannot be used; 130 if interrupted; 143 if stopped by SIGTERM, after a checkpoint.
+        The exit code: 0; 1 if verify finds a bias, check-data an unusable row, or a rank fails; 2
+        if something the user gave cannot be used; 130 if interrupted; 143 if stopped by SIGTERM,
+        after a checkpoint.
     """
     parser = argparse.ArgumentParser(
         prog="sdpo-scale",
@@ -50,12 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("train", "train, evaluate and save a model"),
         ("score", "compute the reference log-probabilities only; resumable"),
         ("verify", "compare pruned draws of a step with its dense gradient"),
+        ("check-data", "read, tokenize and describe the pairs; no weights are needed"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or demo")
         command.add_argument("--json", action="store_true", help="print the result as JSON")
         if name == "train":
             _add_launch_options(command)
+        if name == "check-data":
+            command.add_argument(
+                "--rows", type=int, default=3, metavar="N", help="pairs to show decoded"
+            )
         if name == "verify":
             command.add_argument("--num_draws", type=int, default=100, metavar="N")
             command.add_argument(
@@ -69,6 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return result
     if os.environ.get("RANK", "0") != "0":
         return 0
+    _print(options, result)
+    return 0 if result.get("unbiased", True) and not result.get("refused_rows") else 1
+
+
+def _print(options: argparse.Namespace, result: dict[str, Any]) -> None:
     if options.json:
         print(json.dumps(result))
     elif options.command == "convert-trl":
@@ -77,9 +90,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from sdpo_scale.reporting.dry_run import describe
 
         print("\n".join(describe(result)))
+    elif options.command == "check-data":
+        from sdpo_scale.reporting.check_data import show
+
+        show(result, Console())
     else:
         _show(result)
-    return 0 if result.get("unbiased", True) else 1
 
 
 def _result_or_code(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any] | int:
@@ -145,6 +161,10 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
 
         world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
         return dry_run(read_options(options.config, fields), world_size=world_size)
+    if options.command == "check-data":
+        from sdpo_scale.reporting.check_data import check_data
+
+        return check_data(read_options(options.config, fields), num_rows=options.rows)
     if options.command == "train":
         check_world(options.world_size)
         check_variables(options.expect_variables)

@@ -20,7 +20,7 @@ from sdpo_scale.packing.plan import pair_costs, plan_ranks
 from sdpo_scale.scoring import RunPairs
 from sdpo_scale.trl_options import with_pairs_per_step
 
-__all__ = ["describe", "dry_run", "sharding_of"]
+__all__ = ["config_without_devices", "describe", "dry_run", "sharding_of"]
 
 _MOST_STEPS_PLANNED = 100
 """Of an epoch, spread over it: enough for means, and a matter of seconds at any size of data."""
@@ -42,9 +42,7 @@ def dry_run(options: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
         DataError: an unusable row.
     """
     sharding = sharding_of(options)
-    # what only devices can have would be refused without one; the launcher's part is not started
-    here = {"use_cpu": True, "deepspeed": None, "bf16": False, "fp16": False}
-    args = SDPOConfig(**{**with_pairs_per_step(options, ranks=world_size), **here})
+    args = config_without_devices(options, world_size=world_size)
     inputs = prepare_inputs(
         args,
         model=None,
@@ -74,6 +72,19 @@ def dry_run(options: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
             **_plan(inputs, args, world_size=world_size),
         },
     }
+
+
+def config_without_devices(options: Mapping[str, Any], *, world_size: int = 1) -> SDPOConfig:
+    """The config of a run on other machines, as far as it can be made on this one.
+
+    What only devices can have would be refused without one, and the launcher's part is not started.
+
+    Args:
+        options: fields of ``SDPOConfig`` that the run was given.
+        world_size: ranks that the run is meant to have.
+    """
+    here = {"use_cpu": True, "deepspeed": None, "bf16": False, "fp16": False}
+    return SDPOConfig(**{**with_pairs_per_step(options, ranks=world_size), **here})
 
 
 def describe(result: Mapping[str, Any]) -> Iterator[str]:

@@ -32,8 +32,8 @@ FLOORS = (
      "checkpoints", "scoring",
      "token_limit", "trainer"),
     # 5: evidence and commands
-    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run", "convert",
-     "cli",
+    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run",
+     "reporting.check_data", "convert", "cli",
      "__main__"),
 )
 # fmt: on
