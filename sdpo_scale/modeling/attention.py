@@ -68,8 +68,8 @@ def segments_of(
     return Segments(
         cu_seqlens_q=layout.cu_seqlens_q.to(device, non_blocking=True),
         cu_seqlens_k=layout.cu_seqlens_k.to(device, non_blocking=True),
-        lengths_q=tuple(layout.cu_seqlens_q.diff().tolist()),
-        lengths_k=tuple(layout.cu_seqlens_k.diff().tolist()),
+        lengths_q=layout.lengths_q,
+        lengths_k=layout.lengths_k,
         kv_index_K=layout.kv_index_K.to(device, non_blocking=True),
         backend=backend,
     )

@@ -61,8 +61,10 @@ class PackLayout:
     """int32 [S+1], cumulative query lengths, strictly increasing from 0 to T."""
     cu_seqlens_k: Tensor
     """int32 [S+1], cumulative key lengths, strictly increasing from 0 to K."""
-    max_seqlen_q: int
-    max_seqlen_k: int
+    lengths_q: tuple[int, ...]
+    """[S] query lengths on the host, so that nobody need wait for a device."""
+    lengths_k: tuple[int, ...]
+    """[S] key lengths on the host."""
     kv_index_K: Tensor
     """int64 [K], the packed row of each gathered key."""
     hidden_index_R: Tensor
@@ -126,8 +128,8 @@ def build_layout(pairs: Sequence[TokenTriple]) -> PackLayout:
         position_ids_T=_int64(positions),
         cu_seqlens_q=_cumulative(lengths_q),
         cu_seqlens_k=_cumulative(lengths_k),
-        max_seqlen_q=max(lengths_q),
-        max_seqlen_k=max(lengths_k),
+        lengths_q=tuple(lengths_q),
+        lengths_k=tuple(lengths_k),
         kv_index_K=_int64(kv_index),
         hidden_index_R=_int64(hidden_index),
         target_ids_R=_int64([part for pair in pairs for part in pair[1:]]),
@@ -156,6 +158,10 @@ class RowSelection:
     """int32 [S'+1], cumulative query lengths, strictly increasing from 0 to T'."""
     cu_seqlens_k: Tensor
     """int32 [S'+1], cumulative key lengths, strictly increasing from 0 to K'."""
+    lengths_q: tuple[int, ...]
+    """[S'] query lengths on the host."""
+    lengths_k: tuple[int, ...]
+    """[S'] key lengths on the host."""
     kv_index_K: Tensor
     """int64 [K'], indices into the kept rows, not into the pack."""
 
@@ -214,6 +220,8 @@ def select_rows(layout: PackLayout, kept: Sequence[tuple[int, int]]) -> RowSelec
         rows_T=_int64(rows),
         cu_seqlens_q=_cumulative(lengths_q),
         cu_seqlens_k=_cumulative(lengths_k),
+        lengths_q=tuple(lengths_q),
+        lengths_k=tuple(lengths_k),
         kv_index_K=_int64(kv_index),
     )
 

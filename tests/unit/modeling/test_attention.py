@@ -114,4 +114,4 @@ def test_flash_attention_is_called_with_its_conventions(
     assert options["causal"]
     assert options["window_size"] == (7, 0)  # theirs excludes the query, ours counts it
     assert options["softcap"] == 0.0
-    assert options["max_seqlen_k"] == layout.max_seqlen_k
+    assert options["max_seqlen_k"] == max(layout.lengths_k)

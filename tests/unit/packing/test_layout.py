@@ -28,7 +28,7 @@ def test_the_example_drawn_in_the_module():
     assert layout.hidden_index_R.tolist() == [2, 3, 2, 5]
     assert layout.target_ids_R.tolist() == [20, 21, 30, 31]
     assert layout.is_chosen_R.tolist() == [True, True, False, False]
-    assert (layout.max_seqlen_q, layout.max_seqlen_k) == (5, 5)
+    assert (max(layout.lengths_q), max(layout.lengths_k)) == (5, 5)
 
 
 def numbered_pairs(lengths):
@@ -93,7 +93,7 @@ def test_an_empty_chosen_response_leaves_the_segment_of_the_prompt():
     assert layout.kv_index_K.tolist() == [0, 1, 0, 1, 2, 3]
     assert layout.hidden_index_R.tolist() == [1, 2]
     assert layout.is_chosen_R.tolist() == [False, False]
-    assert (layout.max_seqlen_q, layout.max_seqlen_k) == (2, 4)
+    assert (max(layout.lengths_q), max(layout.lengths_k)) == (2, 4)
     assert layout.chosen_length_P.tolist() == [0]
 
 
