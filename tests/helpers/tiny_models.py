@@ -64,6 +64,10 @@ _LONGROPE = {
     "rope_theta": 1e4,
     "short_factor": [1.0, 1.5, 2.0, 3.0],
     "long_factor": [2.0, 4.0, 6.0, 8.0],
+}
+_PHI3_LONGROPE = {
+    "sliding_window": None,
+    "rope_parameters": _LONGROPE,
     "original_max_position_embeddings": 64,
 }
 _YARN = {
@@ -87,7 +91,6 @@ _GPT2 = {
     "n_layer": 2,
     "n_head": 4,
     "n_inner": 64,
-    "n_positions": 512,
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
@@ -133,7 +136,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3", _GEMMA3),
     "phi": ("Phi", {}),
     "phi3": ("Phi3", _SLIDING),
-    "phi3_longrope": ("Phi3", {"sliding_window": None, "rope_parameters": _LONGROPE}),
+    "phi3_longrope": ("Phi3", _PHI3_LONGROPE),
     "olmo2": ("Olmo2", {}),
     "gpt_neox": ("GPTNeoX", {}),
     "gpt2": ("GPT2", _GPT2),
