@@ -20,8 +20,8 @@ from sdpo_scale.modeling.adapters import (
     plan_adapter,
     quantization,
 )
+from sdpo_scale.modeling.families import check_config, position_limit
 from sdpo_scale.modeling.loading import (
-    check_config,
     empty_model,
     load_config,
     load_model,
@@ -155,7 +155,7 @@ def prepare_inputs(
         if adapter is not None and adapter.folder is not None:
             model = resolve_model_name(adapter.base_name, cache_dir=args.cache_path)
         path = folder if (Path(folder) / "tokenizer_config.json").is_file() else model
-        config = load_config(model, **hub_options)
+        config = load_config(model, **hub_options, **_router_options(init_kwargs))
         if adapter is not None:
             adapter.check(config)
     else:
@@ -243,13 +243,20 @@ def _hub_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: init_kwargs[name] for name in names if name in init_kwargs}
 
 
+def _router_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those that decide whether the config is refused for its router's loss."""
+    names = ("output_router_logits", "router_aux_loss_coef")
+    return {name: init_kwargs[name] for name in names if name in init_kwargs}
+
+
 def _check_against_model(
     report: PreparationReport, config: PreTrainedConfig, *, args: SDPOConfig, part: str
 ) -> None:
     """Compares what the data holds with what model and micro-batch can hold.
 
     Raises:
-        ValueError: a token id without an embedding, or a pair longer than ``max_tokens``.
+        ValueError: a token id without an embedding, a pair longer than ``max_tokens``, or a
+            sequence longer than the model's positions reach.
     """
     if report.max_token_id >= config.vocab_size:
         raise ValueError(
@@ -262,6 +269,13 @@ def _check_against_model(
             f"{part} data, {report.longest_pair_row}: the pair has {report.longest_pair} tokens "
             f"(prompt + both responses), max_tokens is {args.max_tokens}; both responses of a pair "
             "run in one micro-batch, so raise max_tokens or lower max_length"
+        )
+    limit = position_limit(config)
+    if limit is not None and report.longest_sequence > limit.tokens:
+        raise ValueError(
+            f"{part} data: the longest sequence has {report.longest_sequence} tokens, more than "
+            f"the model's {limit.tokens} positions ({limit.reason}); set max_length to "
+            f"{limit.tokens}"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and report.longest_sequence > positions:

@@ -1,7 +1,8 @@
 """Causal attention over packs: one function behind transformers' registry, four twins below it.
 
 Shape legend: T packed query rows, K gathered key rows, S segments, N query heads, G key/value
-heads, H head dim.
+heads, H head dim of queries and keys, V head dim of values, which is another in multi-head latent
+attention (DeepSeek-V3).
 
 Models are not patched. ``varlen_attention_forward`` is registered as an attention implementation of
 transformers; a model whose config names it calls it from each layer, and the pack's segments reach
@@ -14,7 +15,9 @@ log:
 
     flash_attention_3, flash_attention_2   the flash-attn packages, CUDA, bfloat16 or float16
     torch_varlen                           torch.nn.attention.varlen, CUDA, bfloat16 or float16
-    sdpa                                   scaled_dot_product_attention by segments, any device
+    sdpa                                   scaled_dot_product_attention by segments, any device;
+                                           in plain matrix products where scores are capped (Gemma
+                                           2) or heads have a sink (gpt-oss)
 """
 
 import importlib
@@ -84,6 +87,7 @@ def _sdpa(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     outputs = []
     # one split per tensor: its backward is one concatenation instead of a padded sum per segment
@@ -95,7 +99,7 @@ def _sdpa(
         mask = None
         if length_q != length_k or (window is not None and window < length_k):
             mask = _bottom_right_mask(length_q, length_k, window=window, device=query.device)
-        if softcap is None:
+        if softcap is None and sinks_N is None:
             output = F.scaled_dot_product_attention(
                 query[None],
                 key[None],
@@ -106,7 +110,9 @@ def _sdpa(
                 enable_gqa=query.shape[0] != key.shape[0],
             )[0]
         else:
-            output = _capped_attention(query, key, value, mask, scale=scale, softcap=softcap)
+            output = _plain_attention(
+                query, key, value, mask, scale=scale, softcap=softcap, sinks_N=sinks_N
+            )
         outputs.append(output)
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
@@ -122,24 +128,33 @@ def _bottom_right_mask(
     return mask
 
 
-def _capped_attention(
+def _plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     *,
     scale: float,
-    softcap: float,
+    softcap: float | None,
+    sinks_N: Tensor | None,
 ) -> Tensor:
-    """Attention with scores capped by softcap · tanh(score / softcap), as Gemma 2 defines it."""
+    """Attention of one segment, query [N, q, H], with what no fused kernel has.
+
+    Scores are capped by softcap · tanh(score / softcap), as Gemma 2 defines it. A head's sink is
+    the score of one more key, which every query sees and whose value is 0, as in gpt-oss.
+    """
     groups = query.shape[0] // key.shape[0]
     scores = query @ key.repeat_interleave(groups, dim=0).transpose(1, 2) * scale
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
         mask = _bottom_right_mask(query.shape[1], key.shape[1], window=None, device=query.device)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    accumulated = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = torch.softmax(scores, dim=-1, dtype=accumulated).to(query.dtype)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if sinks_N is not None:
+        sinks = sinks_N.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(query.dtype)
     return probabilities @ value.repeat_interleave(groups, dim=0)
 
 
@@ -152,10 +167,12 @@ def _torch_varlen(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     assert softcap is None, "torch's varlen attention has no soft cap; select_backend avoids it"
+    assert sinks_N is None, "torch's varlen attention has no sinks; select_backend avoids it"
     output = varlen_attn(
         query_TNH,
         key_KGH,
@@ -184,7 +201,9 @@ def _flash(module_name: str) -> Callable[..., Tensor]:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks_N: Tensor | None = None,
     ) -> Tensor:
+        assert sinks_N is None, "flash-attn has no sinks; select_backend avoids it"
         function = importlib.import_module(module_name).flash_attn_varlen_func
         output = function(
             query_TNH,
@@ -211,12 +230,12 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "torch_varlen": _torch_varlen,
     "sdpa": _sdpa,
 }
-"""Backend → (query [T,N,H], key [K,G,H], value [K,G,H], segments, scale, window, softcap) →
-[T,N,H]."""
+"""Backend → (query [T,N,H], key [K,G,H], value [K,G,V], segments, scale, window, softcap, sinks
+[N]) → [T,N,V]. For all but sdpa V must be H."""
 
 
 def select_backend(
-    *, device: torch.device, dtype: torch.dtype, has_softcap: bool
+    *, device: torch.device, dtype: torch.dtype, has_softcap: bool, has_sinks: bool = False
 ) -> tuple[str, str]:
     """The fastest backend that computes this model's attention exactly, and why.
 
@@ -224,6 +243,7 @@ def select_backend(
         device: where the model runs.
         dtype: dtype of queries and keys, which is the autocast dtype where autocast is on.
         has_softcap: whether the model caps its attention scores.
+        has_sinks: whether its heads have a learned sink.
 
     Returns:
         (key of ``BACKENDS``, the reason in words).
@@ -232,6 +252,8 @@ def select_backend(
         return "sdpa", f"the model runs on {device.type}; varlen kernels need CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
         return "sdpa", f"varlen kernels need bfloat16 or float16, attention runs in {dtype}"
+    if has_sinks:
+        return "sdpa", "the model has attention sinks, which varlen kernels lack"
     for name, package in (
         ("flash_attention_3", "flash_attn_interface"),
         ("flash_attention_2", "flash_attn"),
@@ -243,7 +265,7 @@ def select_backend(
     return "torch_varlen", "flash-attn is not installed"
 
 
-def varlen_attention_forward(  # the signature is transformers'
+def varlen_attention_forward(  # noqa: PLR0913  # the signature is transformers'
     _module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -253,6 +275,7 @@ def varlen_attention_forward(  # the signature is transformers'
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     segments: Segments | None = None,
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -264,15 +287,16 @@ def varlen_attention_forward(  # the signature is transformers'
         _module: the attention layer; not needed.
         query: float [1, N, T, H].
         key: float [1, G, T, H], one row per packed token; gathered here into segments.
-        value: float [1, G, T, H].
+        value: float [1, G, T, V].
         attention_mask: must be None; the segments are the mask.
         scaling: factor on the scores; 1/√H if None.
         sliding_window: how many keys a query sees, itself included.
         softcap: cap of the scores.
+        s_aux: float [N], the score of each head's sink.
         segments: the pack's segments.
 
     Returns:
-        (float [1, T, N, H], None): transformers' order of dimensions, and no attention weights.
+        (float [1, T, N, V], None): transformers' order of dimensions, and no attention weights.
 
     Raises:
         RuntimeError: the layer was called without a pack.
@@ -287,6 +311,10 @@ def varlen_attention_forward(  # the signature is transformers'
         # rotary embeddings leave queries and keys in float32, and kernels want one dtype
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    value_width = value.shape[-1]
+    if segments.backend != "sdpa" and value_width < query.shape[-1]:
+        # kernels want one head dim: columns of 0 give columns of 0, which are cut off again
+        value = F.pad(value, (0, query.shape[-1] - value_width))
     key_KGH = key[0].transpose(0, 1).index_select(0, segments.kv_index_K)
     value_KGH = value[0].transpose(0, 1).index_select(0, segments.kv_index_K)
     output_TNH = BACKENDS[segments.backend](
@@ -297,8 +325,9 @@ def varlen_attention_forward(  # the signature is transformers'
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        sinks_N=s_aux,
     )
-    return output_TNH[None], None
+    return output_TNH[None, ..., :value_width], None
 
 
 AttentionInterface.register(ATTENTION_NAME, varlen_attention_forward)

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from sdpo_scale.modeling.adapted import base_model_of, is_adapter_name, skeleton_of
 
@@ -110,7 +111,9 @@ def check_whole_model(folder: Path, config: PreTrainedConfig) -> None:
     for path in folder.glob("adapter_*"):
         path.unlink()
     empty = skeleton_of(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    # files have the names of the family's first release: a tensor per expert, GPT-NeoX's embed_out
+    files = revert_weight_conversion(empty, empty.state_dict())
+    expected = {name: tuple(tensor.shape) for name, tensor in files.items()}
     tied = set(empty.all_tied_weights_keys)
     missing = expected.keys() - shapes.keys() - tied
     wrong = [n for n in shapes.keys() & expected.keys() if shapes[n] != expected[n]]

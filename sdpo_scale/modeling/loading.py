@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,11 +33,15 @@ from sdpo_scale.modeling.adapted import (
     numel,
 )
 from sdpo_scale.modeling.attention import select_backend
+from sdpo_scale.modeling.families import (
+    check_config,
+    executed_experts,
+    has_attention_sinks,
+    has_attention_softcap,
+)
 from sdpo_scale.modeling.logprobs import bind_logprob_forward
 
 __all__ = [
-    "FAMILIES",
-    "check_config",
     "empty_model",
     "load_config",
     "load_model",
@@ -48,11 +52,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-FAMILIES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the families whose packed log-probabilities and gradients the tests compare
-with the plain model's. Any other is refused: an attention or head detail that packs ignore would be
-silently wrong."""
 
 
 def resolve_model_name(name: str, *, cache_dir: Path) -> str:
@@ -72,19 +71,6 @@ def load_config(name: str, **kwargs: Any) -> PreTrainedConfig:
         raise ValueError(f"model {name!r} cannot be read: {error}") from error
     check_config(config, name=name)
     return config
-
-
-def check_config(config: PreTrainedConfig, *, name: str) -> None:
-    """Refuses a model whose family is not tested.
-
-    Raises:
-        ValueError: names the family and the supported ones.
-    """
-    if config.model_type not in FAMILIES:
-        raise ValueError(
-            f"model {name!r} is of family {config.model_type!r}, which is not tested with packed "
-            f"attention yet; supported families: {', '.join(FAMILIES)}"
-        )
 
 
 def load_tokenizer(
@@ -170,32 +156,41 @@ def prepare_model(
     backend, reason = select_backend(
         device=device,
         dtype=compute_dtype,
-        has_softcap=getattr(model.config, "attn_logit_softcapping", None) is not None,
+        has_softcap=has_attention_softcap(model.config),
+        has_sinks=has_attention_sinks(model.config),
     )
     logger.info("attention: %s (%s)", backend, reason)
     bind_logprob_forward(base_model_of(model), backend=backend)
 
 
 def matmul_parameters(model: PreTrainedModel) -> dict[str, int]:
-    """Parameters in matrix products: ``body_parameters`` and ``head_parameters``.
+    """Parameters in matrix products of one token: ``body_parameters`` and ``head_parameters``.
 
     Also how many of both are trained, ``trained_body_parameters`` and ``trained_head_parameters``:
-    frozen ones have no gradient of their own to compute.
+    frozen ones have no gradient of their own to compute. Of a layer's experts those count that a
+    token passes through.
     """
-    modules: Any = model.get_output_embeddings(), model.get_input_embeddings()
-    head, embedding = (module.weight for module in modules)
-    tables = {id(head), id(embedding)}
+    base = base_model_of(model)
+    head: Any = base.get_output_embeddings()
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables.add(id(head.weight))
+    executed, num_experts = executed_experts(base.config)
+
+    def count(name: str, parameter: Tensor) -> int:
+        share = executed if ".experts." in name else num_experts
+        return numel(parameter) * share // num_experts
+
     body = [
-        parameter
+        (count(name, parameter), parameter.requires_grad)
         for name, parameter in model.named_parameters()
         # the copy that is trained takes part, its original does not
         if id(parameter) not in tables and "original_module" not in name
     ]
     return {
-        "body_parameters": sum(map(numel, body)),
-        "head_parameters": numel(head),
-        "trained_body_parameters": sum(numel(p) for p in body if p.requires_grad),
-        "trained_head_parameters": numel(head) if head.requires_grad else 0,
+        "body_parameters": sum(size for size, _ in body),
+        "head_parameters": numel(head.weight),
+        "trained_body_parameters": sum(size for size, is_trained in body if is_trained),
+        "trained_head_parameters": numel(head.weight) if head.weight.requires_grad else 0,
     }
 
 

@@ -14,13 +14,13 @@ whatever the pack's length; plus the head's float32 gradient (V·D·4 bytes) whi
 
 Sharding: body and head run inside the root module's ``forward``, and the head's loop inside the
 head module's ``forward``, so hooks that gather sharded parameters fire as for any other model. The
-head's weight is an input of one autograd function and its gradient is returned once per backward,
-summed over chunks by hand: ZeRO-3 accepts one gradient per parameter and backward, FSDP2 reduces it
-once.
+head's weight and bias are inputs of one autograd function and their gradients are returned once per
+backward, summed over chunks by hand: ZeRO-3 accepts one gradient per parameter and backward, FSDP2
+reduces it once.
 """
 
 import types
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sdpo_scale.modeling.attention import ATTENTION_NAME, segments_of
+from sdpo_scale.modeling.families import IDENTITY, LogitMap, logit_map_of, switch_off_noise
 from sdpo_scale.packing.layout import PackLayout
 
 __all__ = ["TokenLogprobs", "bind_logprob_forward", "chunked_logprobs"]
@@ -52,33 +53,41 @@ class TokenLogprobs(NamedTuple):
     """The same: log Σ_v softmax_t(v)², the log-probability that two draws agree."""
 
 
+class Asked(TypedDict, total=False):
+    """What is computed besides log-probabilities."""
+
+    with_statistics: bool
+    """Entropy, mean logit and top-1 agreement of each row."""
+    with_norms: bool
+    """The norms that draws are made by; the backward then leaves out rows whose gradient is 0."""
+    with_square_sums: bool
+    """The logarithm of the sum of squared probabilities."""
+
+
 def chunked_logprobs(
     hidden_RD: Tensor,
     weight_VD: Tensor,
     target_ids_R: Tensor,
     *,
-    softcap: float | None = None,
+    bias_V: Tensor | None = None,
+    logit_map: LogitMap = IDENTITY,
     chunk_rows: int | None = None,
-    with_statistics: bool = False,
-    with_norms: bool = False,
-    with_square_sums: bool = False,
+    **asked: Unpack[Asked],
 ) -> TokenLogprobs:
     """Log-softmax of a linear head at the targets, without the logits of all rows at once.
 
-    Computes log softmax(f(h Wᵀ))[y] with f(z) = softcap · tanh(z / softcap), or f(z) = z. Products
-    run in the autocast dtype if autocast is on, else in the dtype of ``hidden_RD``; the log-sum-exp
-    and all sums over the vocabulary run in float32 (float64 for float64 inputs).
+    Computes log softmax(f(h Wᵀ + b))[y] with the f of ``logit_map``. Products run in the autocast
+    dtype if autocast is on, else in the dtype of ``hidden_RD``; f, the log-sum-exp and all sums
+    over the vocabulary run in float32 (float64 for float64 inputs).
 
     Args:
         hidden_RD: float [R, D], differentiable.
         weight_VD: float [V, D], the head's weight, differentiable.
         target_ids_R: int64 [R].
-        softcap: cap of the logits, as in Gemma 2.
+        bias_V: float [V], the head's bias, differentiable.
+        logit_map: what the model does to its head's output.
         chunk_rows: rows per chunk; by default what fits a fixed number of bytes.
-        with_statistics: also return entropy, mean logit and top-1 agreement of each row.
-        with_norms: also return the norms that draws are made by, and expect their result: the
-            backward leaves out rows whose gradient is 0.
-        with_square_sums: also return the logarithm of the sum of squared probabilities.
+        asked: what else to return.
 
     Returns:
         Log-probabilities and, if asked for, statistics, norms and square sums.
@@ -90,10 +99,13 @@ def chunked_logprobs(
     if chunk_rows is None:
         bytes_per_row = 4 * weight_VD.shape[0]
         chunk_rows = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // bytes_per_row)
-    asked = (with_statistics, with_norms, with_square_sums)
-    settings = (dtype, softcap, chunk_rows, asked)
-    logprobs_R, *numbers = _ChunkedLogprobs.apply(hidden_RD, weight_VD, target_ids_R, settings)
-    given = [part if is_asked else None for part, is_asked in zip(numbers, asked, strict=True)]
+    names = ("with_statistics", "with_norms", "with_square_sums")
+    flags = tuple(bool(asked.get(name)) for name in names)
+    settings = (dtype, logit_map, chunk_rows, flags)
+    logprobs_R, *numbers = _ChunkedLogprobs.apply(
+        hidden_RD, weight_VD, bias_V, target_ids_R, settings
+    )
+    given = [part if is_asked else None for part, is_asked in zip(numbers, flags, strict=True)]
     return TokenLogprobs(logprobs_R, *given)
 
 
@@ -103,10 +115,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_RD: Tensor,
         weight_VD: Tensor,
+        bias_V: Tensor | None,
         target_ids_R: Tensor,
-        settings: tuple[torch.dtype, float | None, int, tuple[bool, bool, bool]],
+        settings: tuple[torch.dtype, LogitMap, int, tuple[bool, ...]],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype, softcap, chunk_rows, (with_statistics, with_norms, with_square_sums) = settings
+        dtype, logit_map, chunk_rows, (with_statistics, with_norms, with_square_sums) = settings
         accumulated = torch.promote_types(dtype, torch.float32)
         num_rows = hidden_RD.shape[0]
         logprobs_R = hidden_RD.new_empty(num_rows, dtype=accumulated)
@@ -117,9 +130,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         norms_R = hidden_RD.new_empty(num_rows if with_norms else 0, dtype=accumulated)
         squares_R = hidden_RD.new_empty(num_rows if with_square_sums else 0, dtype=accumulated)
         with torch.autocast(hidden_RD.device.type, enabled=False):
-            weight = weight_VD.to(dtype)
+            head = _Head.of(weight_VD, bias_V, logit_map, dtype)
             for rows in _chunks(num_rows, chunk_rows):
-                logits_CV = _logits(hidden_RD[rows].to(dtype), weight, softcap, accumulated)
+                logits_CV = head.logits(hidden_RD[rows].to(dtype))
                 target_logits_C = logits_CV.gather(1, target_ids_R[rows, None])[:, 0]
                 lse_R[rows] = torch.logsumexp(logits_CV, dim=-1)
                 logprobs_R[rows] = target_logits_C - lse_R[rows]
@@ -129,59 +142,80 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     squares_R[rows] = torch.logsumexp(2 * logits_CV, dim=-1) - 2 * lse_R[rows]
                 if with_norms:
                     norms_R[rows] = _norms(logits_CV, lse_R[rows], logprobs_R[rows])
-        ctx.save_for_backward(hidden_RD, weight_VD, target_ids_R, lse_R)
-        ctx.settings = (dtype, softcap, chunk_rows, with_norms)
+        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, target_ids_R, lse_R)
+        ctx.settings = (dtype, logit_map, chunk_rows, with_norms)
         ctx.mark_non_differentiable(statistics_R3, norms_R, squares_R)
         return logprobs_R, statistics_R3, norms_R, squares_R
 
     @staticmethod
     def backward(
         ctx: Any, grad_R: Tensor, *_grads_of_numbers: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden_RD, weight_VD, target_ids_R, lse_R = ctx.saved_tensors
-        dtype, softcap, chunk_rows, is_sparse = ctx.settings
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden_RD, weight_VD, bias_V, target_ids_R, lse_R = ctx.saved_tensors
+        dtype, logit_map, chunk_rows, is_sparse = ctx.settings
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        sums = lse_R.dtype  # of what is added up over chunks
         grad_hidden_RD = torch.zeros_like(hidden_RD) if needs_hidden else None
-        grad_weight_VD = None
-        if needs_weight:
-            grad_weight_VD = torch.zeros_like(weight_VD, dtype=lse_R.dtype)
-        weight = weight_VD.to(dtype)
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=sums) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=sums) if needs_bias else None
+        head = _Head.of(weight_VD, bias_V, logit_map, dtype)
         kept = grad_R.nonzero()[:, 0] if is_sparse else None
         for chunk in _chunks(len(grad_R if kept is None else kept), chunk_rows):
             rows = chunk if kept is None else kept[chunk]
             hidden_CD = hidden_RD[rows].to(dtype)
-            logits_CV = _logits(hidden_CD, weight, softcap, lse_R.dtype)
-            # d log p(y) / d logit = onehot(y) − softmax, times f'(z) = 1 − (f(z) / softcap)²
-            slope_CV = None if softcap is None else 1 - (logits_CV / softcap) ** 2
-            grad_CV = logits_CV.sub_(lse_R[rows, None]).exp_().neg_()
-            grad_CV.scatter_add_(1, target_ids_R[rows, None], torch.ones_like(grad_CV[:, :1]))
-            grad_CV.mul_(grad_R[rows, None])
-            if slope_CV is not None:
-                grad_CV.mul_(slope_CV)
+            grad_CV = head.product_gradients(
+                hidden_CD, target_ids_R[rows], lse_R[rows], grad_R[rows]
+            )
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(dtype)
             if grad_hidden_RD is not None:
-                grad_hidden_RD[rows] = (grad_CV @ weight).to(hidden_RD.dtype)
+                grad_hidden_RD[rows] = (grad_CV @ head.weight_VD).to(hidden_RD.dtype)
             if grad_weight_VD is not None:
-                if dtype == grad_weight_VD.dtype:
+                if dtype == sums:
                     grad_weight_VD.addmm_(grad_CV.t(), hidden_CD)
                 else:
                     grad_weight_VD += grad_CV.t() @ hidden_CD
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_RD, grad_weight_VD, None, None
+        if grad_bias_V is not None:
+            grad_bias_V = grad_bias_V.to(bias_V.dtype)
+        return grad_hidden_RD, grad_weight_VD, grad_bias_V, None, None
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
     return [slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows)]
 
 
-def _logits(
-    hidden_CD: Tensor, weight_VD: Tensor, softcap: float | None, accumulated: torch.dtype
-) -> Tensor:
-    logits_CV = F.linear(hidden_CD, weight_VD).to(accumulated)
-    if softcap is not None:
-        logits_CV = softcap * torch.tanh(logits_CV / softcap)
-    return logits_CV
+class _Head(NamedTuple):
+    """The head in the dtype of its products."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    logit_map: LogitMap
+
+    @classmethod
+    def of(
+        cls, weight_VD: Tensor, bias_V: Tensor | None, logit_map: LogitMap, dtype: torch.dtype
+    ) -> "_Head":
+        return cls(weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype), logit_map)
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """f(h Wᵀ + b) of one chunk, in float32 or float64."""
+        product_CV = F.linear(hidden_CD, self.weight_VD, self.bias_V)
+        accumulated = torch.promote_types(product_CV.dtype, torch.float32)
+        return self.logit_map(product_CV.to(accumulated))
+
+    def product_gradients(
+        self, hidden_CD: Tensor, target_ids_C: Tensor, lse_C: Tensor, grad_C: Tensor
+    ) -> Tensor:
+        """Gradient of h Wᵀ + b [C, V]: (onehot(y) − softmax) · f', times that of log p(y)."""
+        logits_CV = self.logits(hidden_CD)
+        slope_CV = self.logit_map.slope(logits_CV)
+        grad_CV = logits_CV.sub_(lse_C[:, None]).exp_().neg_()
+        grad_CV.scatter_add_(1, target_ids_C[:, None], torch.ones_like(grad_CV[:, :1]))
+        grad_CV.mul_(grad_C[:, None])
+        return grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 def _norms(logits_CV: Tensor, lse_C: Tensor, logprobs_C: Tensor) -> Tensor:
@@ -202,22 +236,20 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
 
     Called in any other way the model computes what it did before, with the attention implementation
     it was loaded with, so generation and callbacks keep working. Parameters, names and the saved
-    config are untouched. Dropout modules are switched off: a pair's log-probabilities must be
-    functions of the parameters alone, or policy and reference would differ at the start.
+    config are untouched. Dropout and other noise are switched off: a pair's log-probabilities must
+    be functions of the parameters alone, or policy and reference would differ at the start.
 
     Args:
-        model: a model of a family in ``modeling.loading.FAMILIES``.
+        model: a model of a family in ``modeling.families.FAMILIES``.
         backend: a key of ``modeling.attention.BACKENDS``.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    switch_off_noise(model)
     # from the class, so that binding a model again does not stack forwards
     original_forward = types.MethodType(type(model).forward, model)
     original_attention = model.config._attn_implementation
     if original_attention == ATTENTION_NAME:  # bound before and left so by a pack
         original_attention = "eager"
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    logit_map = logit_map_of(model.config)
 
     def head_forward(
         self: Any,
@@ -227,7 +259,9 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
     ) -> Any:
         if targets is None:
             return type(self).forward(self, hidden)
-        return chunked_logprobs(hidden, self.weight, targets, softcap=softcap, **options)
+        return chunked_logprobs(
+            hidden, self.weight, targets, bias_V=self.bias, logit_map=logit_map, **options
+        )
 
     def forward(
         self: Any,

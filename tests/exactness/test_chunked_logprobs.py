@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sdpo_scale.modeling.families import LogitMap
 from sdpo_scale.modeling.logprobs import chunked_logprobs
 from tests.helpers.tolerances import FLOAT64_ENUMERATION
+
+MAPS = [LogitMap(), LogitMap(softcap=2.0), LogitMap(scale=0.25), LogitMap(scale=3.0, softcap=2.0)]
 
 
 def inputs(dtype=torch.float64, rows=13, width=8, vocab=31):
@@ -16,24 +19,32 @@ def inputs(dtype=torch.float64, rows=13, width=8, vocab=31):
     return hidden, weight, targets
 
 
-def plain(hidden, weight, targets, softcap):
-    logits = hidden @ weight.T
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+def plain(hidden, weight, targets, logit_map=MAPS[0], bias=0.0):
+    logits = logit_map.scale * (hidden @ weight.T + bias)
+    if logit_map.softcap is not None:
+        logits = logit_map.softcap * torch.tanh(logits / logit_map.softcap)
     return logits, logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 4, 13, None])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_logprobs_and_gradients_equal_log_softmax_in_float64(softcap, chunk_rows):
+@pytest.mark.parametrize("logit_map", MAPS, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no_bias", "bias"])
+def test_logprobs_and_gradients_equal_log_softmax_in_float64(with_bias, logit_map, chunk_rows):
     hidden, weight, targets = inputs()
+    bias = torch.randn(weight.shape[0], dtype=torch.float64, requires_grad=True)
+    leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
     grad = torch.randn(len(targets), dtype=torch.float64)
-    _, expected = plain(hidden, weight, targets, softcap)
-    expected_gradients = torch.autograd.grad(expected, (hidden, weight), grad)
+    _, expected = plain(hidden, weight, targets, logit_map, bias if with_bias else 0.0)
+    expected_gradients = torch.autograd.grad(expected, leaves, grad)
     found = chunked_logprobs(
-        hidden, weight, targets, softcap=softcap, chunk_rows=chunk_rows
+        hidden,
+        weight,
+        targets,
+        bias_V=bias if with_bias else None,
+        logit_map=logit_map,
+        chunk_rows=chunk_rows,
     ).logprobs_R
-    found_gradients = torch.autograd.grad(found, (hidden, weight), grad)
+    found_gradients = torch.autograd.grad(found, leaves, grad)
     for left, right in zip((found, *found_gradients), (expected, *expected_gradients), strict=True):
         assert (left - right).abs().max() < FLOAT64_ENUMERATION * right.abs().max()
 
@@ -73,10 +84,9 @@ def test_LOR_05_the_gradient_of_a_frozen_head_takes_no_memory(is_frozen):
 
 def test_statistics_are_entropy_mean_logit_and_top_one():
     hidden, weight, targets = inputs()
-    logits, _ = plain(hidden, weight, targets, None)
-    statistics = chunked_logprobs(
-        hidden, weight, targets, chunk_rows=5, with_statistics=True
-    ).statistics_R3
+    logits, _ = plain(hidden, weight, targets)
+    found = chunked_logprobs(hidden, weight, targets, chunk_rows=5, with_statistics=True)
+    statistics = found.statistics_R3
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     expected = torch.stack([entropy, logits.mean(-1), (logits.argmax(-1) == targets).double()], 1)
     torch.testing.assert_close(statistics, expected.float(), rtol=1e-6, atol=1e-6)
@@ -111,38 +121,26 @@ def test_no_logits_of_all_rows_exist(monkeypatch):
     assert max(shape[0] for shape in seen) == 4
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_norms_are_those_of_onehot_minus_softmax(softcap):
+@pytest.mark.parametrize("logit_map", MAPS, ids=str)
+def test_norms_are_those_of_onehot_minus_softmax(logit_map):
     hidden, weight, targets = inputs()
-    logits, _ = plain(hidden, weight, targets, softcap)
+    logits, _ = plain(hidden, weight, targets, logit_map)
     onehot = torch.nn.functional.one_hot(targets, logits.shape[1])
     expected = (onehot - logits.softmax(dim=-1)).norm(dim=-1)
     found = chunked_logprobs(
-        hidden, weight, targets, softcap=softcap, chunk_rows=5, with_norms=True
+        hidden, weight, targets, logit_map=logit_map, chunk_rows=5, with_norms=True
     ).norms_R
     assert (found - expected).abs().max() < FLOAT64_ENUMERATION
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_square_sums_are_the_logarithm_of_summed_squared_probabilities(softcap, with_norms):
-    hidden, weight, targets = inputs()
-    logits, _ = plain(hidden, weight, targets, softcap)
-    expected = logits.softmax(dim=-1).square().sum(dim=-1).log()
-    asked = {"chunk_rows": 5, "with_norms": with_norms, "with_square_sums": True}
-    found = chunked_logprobs(hidden, weight, targets, softcap=softcap, **asked).square_sums_R
-    assert (found - expected).abs().max() < FLOAT64_ENUMERATION
-    assert not found.requires_grad
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_rows_without_gradient_are_left_out_of_the_backward_and_change_nothing(softcap):
+@pytest.mark.parametrize("logit_map", MAPS, ids=str)
+def test_rows_without_gradient_are_left_out_of_the_backward_and_change_nothing(logit_map):
     weights = torch.tensor([0.0, 1.0, 0.0, 0.0, -2.0, 0.5, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0])
     found = []
     for with_norms in (False, True):
         hidden, weight, targets = inputs()
         output = chunked_logprobs(
-            hidden, weight, targets, softcap=softcap, chunk_rows=2, with_norms=with_norms
+            hidden, weight, targets, logit_map=logit_map, chunk_rows=2, with_norms=with_norms
         )
         (output.logprobs_R * weights).sum().backward()
         found.append((hidden.grad, weight.grad))

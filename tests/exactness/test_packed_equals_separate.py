@@ -36,13 +36,72 @@ def test_packed_logprobs_and_gradients_equal_separate_ones(family, checkpointing
     if checkpointing:
         model.activation_checkpointing_enable()
     layout = build_layout([pair.tokens for pair in pairs])
-    found, statistics, _ = model(pack=layout)
+    found, statistics, *_ = model(pack=layout)
     (found * weights).sum().backward()
 
     assert statistics is None
     scale = expected.abs().max()
     assert (found - expected).abs().max() < FLOAT32_PACKED_AGAINST_SEPARATE * scale
     assert relative_error(gradients(model), expected_gradients) < FLOAT32_PACKED_AGAINST_SEPARATE
+
+
+DETAILS = {
+    "mistral_sliding": {"sliding_window": None},
+    "gemma2": {"attn_logit_softcapping": None},
+    "gemma3_text": {"final_logit_softcapping": None},
+    "phi": {"without": "lm_head.bias"},
+    "phi3": {"sliding_window": None},
+    "phi3_longrope": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt2": {"without": "transformer.wpe.weight"},
+    "granite": {"logits_scaling": 1.0},
+    "smollm3": {"no_rope_layers": [1, 1, 1]},
+    "starcoder2": {"sliding_window": None},
+    "cohere2": {"logit_scale": 1.0},
+    "mixtral": {"num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts_per_tok": 1},
+    "gpt_oss": {"without": "sinks"},
+    "deepseek_v3": {"without": "e_score_correction_bias"},
+}
+"""Family → a detail that is taken away; parameters `without` which it is computed are set to 0."""
+
+
+@pytest.mark.parametrize("family", DETAILS)
+def test_a_forgotten_detail_would_be_noticed(family):
+    """So the tests above and below mean something."""
+    pairs = random_pairs(6)
+    layout = build_layout([pair.tokens for pair in pairs])
+    model = build(family)
+    with torch.no_grad():
+        expected = separate_logprobs(model, pairs)
+        options = dict(DETAILS[family])
+        name = options.pop("without", None)
+        twin = build(family, **options)
+        twin.load_state_dict(model.state_dict())
+        for key, tensor in twin.state_dict().items():
+            if name is not None and key.endswith(name):
+                tensor.zero_()
+        bind_logprob_forward(twin, backend="sdpa")
+        found = twin(pack=layout).logprobs_R
+    assert (found - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "phi", "starcoder2", "mixtral"])
+def test_NUM_08_noise_is_off_in_the_policy(family):
+    noise = {
+        "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+        "phi": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1},
+        "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1},
+        "mixtral": {"router_jitter_noise": 0.1, "attention_dropout": 0.1},
+    }[family]
+    model = build(family, **noise).train()
+    pairs = random_pairs(3)
+    with torch.no_grad():
+        expected = separate_logprobs(build(family).eval(), pairs)
+        bind_logprob_forward(model, backend="sdpa")
+        found = model(pack=build_layout([pair.tokens for pair in pairs])).logprobs_R
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for name, size in noise.items():
+        assert getattr(model.config, name) == size
 
 
 @pytest.mark.parametrize("family", FAMILIES)

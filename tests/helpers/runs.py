@@ -18,10 +18,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 128  # the toy tokenizers have 108 tokens
 
 
-def save_model(folder: Path, tokenizer: str = "plain", **overrides: Any) -> Path:
-    """A random float32 Llama and a toy tokenizer in one folder; `overrides` change its config."""
+def save_model(
+    folder: Path, tokenizer: str = "plain", *, family: str = "llama", **overrides: Any
+) -> Path:
+    """A random float32 model and a toy tokenizer in one folder; `overrides` change its config."""
     overrides = {"vocab_size": VOCAB_SIZE, **overrides}
-    tiny_models.build("llama", **overrides).save_pretrained(folder)
+    tiny_models.build(family, **overrides).save_pretrained(folder)
     toy_tokenizers.build(tokenizer).save_pretrained(folder)
     return folder
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, OPTConfig
 
 import sdpo_scale.demo
 import sdpo_scale.inputs
@@ -377,18 +377,18 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path, write_config: Write, 
 
 
 def test_a_family_that_was_not_tested_is_named(tmp_path: Path, write_config: Write, refuse: Refuse):
-    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=128).save_pretrained(tmp_path / "gpt2")
-    message = refuse(write_config(model=tmp_path / "gpt2"))
-    for part in ("gpt2'", "family 'gpt2'", "supported families: gemma2, llama, mistral"):
+    OPTConfig(vocab_size=128).save_pretrained(tmp_path / "opt")
+    message = refuse(write_config(model=tmp_path / "opt"))
+    for part in ("opt'", "family 'opt'", "supported families: cohere2, deepseek_v3"):
         assert part in message
 
 
 def test_a_reference_of_such_a_family_is_named_before_weights_are_read(
     tmp_path: Path, write_config: Write, refuse: Refuse
 ):
-    GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=128).save_pretrained(tmp_path / "gpt2")
-    message = refuse(write_config(ref_model=tmp_path / "gpt2"))
-    assert f"model '{tmp_path / 'gpt2'}' is of family 'gpt2'" in message
+    OPTConfig(num_hidden_layers=1, hidden_size=8, vocab_size=128).save_pretrained(tmp_path / "opt")
+    message = refuse(write_config(ref_model=tmp_path / "opt"))
+    assert f"model '{tmp_path / 'opt'}' is of family 'opt'" in message
 
 
 def test_a_reference_with_too_few_embeddings_is_named(
@@ -512,6 +512,22 @@ def test_LEN_06_more_tokens_than_rotary_positions_are_warned_of(
         39, *(len(r["prompt"] + max(r["chosen"], r["rejected"], key=len)) + 1 for r in rows)
     )
     assert f"has {longest} tokens, the model was trained for 32 positions" in warning
+
+
+@pytest.mark.usefixtures("_no_weights")
+@pytest.mark.parametrize("family", ["gpt2", "phi3_longrope"])
+def test_LEN_06_more_tokens_than_positions_that_end_are_refused(
+    family: str, tmp_path: Path, write_config: Write, refuse: Refuse
+):
+    row = json.loads((CASES / "LEN-06/train.jsonl").read_text("utf-8"))
+    option = "max_position_embeddings" if family == "gpt2" else "original_max_position_embeddings"
+    model = save_model(tmp_path / "short", family=family, **{option: 32})
+    path = write_config(model=model, train_dataset=write_rows(tmp_path / "rows.jsonl", [row]))
+    message = refuse(path)
+    for part in ("has 39 tokens", "the model's 32 positions", "set max_length to 32"):
+        assert part in message
+    reason = "table cannot be extended" if family == "gpt2" else "the longest sequence of a batch"
+    assert reason in message
 
 
 def test_a_nan_in_the_weights_is_an_error_of_the_input(

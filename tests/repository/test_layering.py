@@ -18,7 +18,7 @@ FLOORS = (
     # 1: planning on integers
     ("packing.plan", "pruning", "draws", "memory.footprint", "memory.budget"),
     # 2: tensors of one pack
-    ("packing.layout", "modeling.attention", "modeling.logprobs",
+    ("packing.layout", "modeling.families", "modeling.attention", "modeling.logprobs",
      "modeling.activation_checkpointing"),
     # 3: the outside world
     ("demo", "data.rows", "data.files", "data.sources", "data.formats", "data.tokenization",

@@ -4,11 +4,10 @@ import logging
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import OPTConfig
 
+from sdpo_scale.modeling.families import FAMILIES, check_config, position_limit
 from sdpo_scale.modeling.loading import (
-    FAMILIES,
-    check_config,
     load_config,
     load_model,
     load_tokenizer,
@@ -19,23 +18,50 @@ from sdpo_scale.modeling.loading import (
 from sdpo_scale.packing.layout import build_layout
 from tests.helpers import toy_tokenizers
 from tests.helpers.pairs import random_pairs
-from tests.helpers.tiny_models import build
+from tests.helpers.tiny_models import build, config_of, model_types
 
 CPU = torch.device("cpu")
 
 
 def test_a_family_that_is_not_tested_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"family 'gpt2'.*supported families: gemma2, llama"):
-        check_config(GPT2Config(), name="x")
-    GPT2Config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="gpt2"):
+    with pytest.raises(ValueError, match=r"family 'opt'.*supported families: cohere2, deepseek_v3"):
+        check_config(OPTConfig(), name="x")
+    OPTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="opt"):
         load_config(str(tmp_path))
 
 
-def test_every_supported_family_has_an_exactness_test():
-    from tests.helpers.tiny_models import FAMILIES as TESTED
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_routers_loss_is_refused_with_what_to_set(family, tmp_path):
+    config = config_of(family, output_router_logits=True, router_aux_loss_coef=0.02)
+    with pytest.raises(ValueError, match=r"'x'.*0\.02.*output_router_logits: false"):
+        check_config(config, name="x")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="load-balancing loss"):
+        load_config(str(tmp_path))
+    assert load_config(str(tmp_path), output_router_logits=False).model_type == family
+    check_config(config_of(family, output_router_logits=True, router_aux_loss_coef=0.0), name="x")
 
-    assert {name.split("_")[0] for name in TESTED} == set(FAMILIES)
+
+def test_a_bidirectional_model_is_refused():
+    with pytest.raises(ValueError, match="use_bidirectional_attention"):
+        check_config(config_of("gemma3_text", use_bidirectional_attention=True), name="x")
+
+
+def test_limits_of_positions():
+    assert position_limit(config_of("llama")) is None
+    assert position_limit(config_of("gemma3_text")) is None
+    assert position_limit(config_of("gpt_oss")) is None
+    assert position_limit(config_of("gpt2")).tokens == 512
+    assert position_limit(config_of("phi3_longrope")).tokens == 64
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    limit = position_limit(config_of("llama", rope_parameters=dynamic))
+    assert limit.tokens == 512
+    assert "longest sequence" in limit.reason
+
+
+def test_every_supported_family_has_an_exactness_test():
+    assert model_types() == set(FAMILIES)
 
 
 def test_parameters_are_float32_unless_asked_for_otherwise(tmp_path):
