@@ -7,6 +7,8 @@
                                                             is the pruned gradient unbiased?
     sdpo-scale check-data CONFIG [--rows N] [--field value ...] [--json]
                                                             rows, lengths, duplicates, decoded pairs
+    sdpo-scale plan CONFIG|llama-3-70b [--gpu-memory 80GiB] [--world-size N] [--sharding KIND]
+                    [--simulate] [--json]                   peak memory, and the most that fits
     sdpo-scale convert-trl SOURCE [--output FILE] [--json]  TRL's YAML or command line as a config
 
 CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
@@ -69,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument(
                 "--warmup_steps", type=int, default=4, metavar="N", help="steps taken before"
             )
+    _add_plan(commands)
     _add_convert(commands)
     options, fields = parser.parse_known_args(arguments)
     _start_logging()
@@ -94,6 +97,10 @@ def _print(options: argparse.Namespace, result: dict[str, Any]) -> None:
         from sdpo_scale.reporting.check_data import show
 
         show(result, Console())
+    elif options.command == "plan":
+        from sdpo_scale.reporting.plan import show as show_plan
+
+        show_plan(result, Console())
     else:
         _show(result)
 
@@ -139,6 +146,24 @@ def _add_launch_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan", help="predict memory and what fits; no GPU is needed", allow_abbrev=False
+    )
+    command.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a YAML file, or a known model: llama-3-8b, qwen2.5-32b, ...",
+    )
+    command.add_argument("--gpu-memory", default="80GiB", metavar="SIZE", help="of one GPU")
+    command.add_argument("--world-size", type=int, default=8, metavar="N", help="number of GPUs")
+    command.add_argument("--sharding", metavar="KIND", help="none, DDP, ZeRO-1 to ZeRO-3 or FSDP2")
+    command.add_argument(
+        "--simulate", action="store_true", help="take the whole model through a step as well"
+    )
+    command.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def _add_convert(commands: Any) -> None:
     command = commands.add_parser(
         "convert-trl", help="turn a config of trl dpo into one for train", allow_abbrev=False
@@ -161,6 +186,8 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
 
         world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
         return dry_run(read_options(options.config, fields), world_size=world_size)
+    if options.command == "plan":
+        return _plan(options, fields)
     if options.command == "check-data":
         from sdpo_scale.reporting.check_data import check_data
 
@@ -174,6 +201,19 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
         "verify": partial(_verify, options),
     }
     return run[options.command](read_config(options.config, fields))
+
+
+def _plan(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
+    from sdpo_scale.options import read_options
+    from sdpo_scale.reporting.plan import plan
+
+    return plan(
+        read_options(options.config, fields),
+        gpu_memory=options.gpu_memory,
+        world_size=options.world_size,
+        sharding=options.sharding,
+        simulates=options.simulate,
+    )
 
 
 def _convert(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:

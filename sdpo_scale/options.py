@@ -12,6 +12,7 @@ import yaml
 
 from sdpo_scale import demo
 from sdpo_scale.config import SDPOConfig, nearest
+from sdpo_scale.memory.architectures import ARCHITECTURES
 from sdpo_scale.trl_options import REMOVED
 
 __all__ = ["ALIASES", "parse_yaml", "read_config", "read_options"]
@@ -63,7 +64,8 @@ def read_options(path: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Reads a YAML file and command-line overrides.
 
     Args:
-        path: a YAML file, or ``demo`` for the demonstration's.
+        path: a YAML file, or ``demo`` for the demonstration's; or the name of an
+            architecture, for a config of it alone.
         arguments: ``--field value`` or ``--field=value``; a field without a value is set to true.
 
     Returns:
@@ -73,16 +75,20 @@ def read_options(path: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
         ValueError: unknown option (with the nearest name), or a value of the wrong type.
         FileNotFoundError: there is no such file.
     """
+    options = {"model": path} if path in ARCHITECTURES else _file_options(path)
+    fields = {f.name: f.type for f in dataclasses.fields(SDPOConfig)}
+    options.update(_parse_arguments(arguments, fields))
+    return {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
+
+
+def _file_options(path: str) -> dict[str, Any]:
     file = demo.config_path() if path == "demo" else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"config file {path!r} does not exist")
     values = parse_yaml(file.read_text("utf-8"), where=str(file)) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{file}: a config is a mapping of options, got {type(values).__name__}")
-    options = {_field_name(str(name), where=str(file)): value for name, value in values.items()}
-    fields = {f.name: f.type for f in dataclasses.fields(SDPOConfig)}
-    options.update(_parse_arguments(arguments, fields))
-    return {n: _checked_value(n, v, annotation=fields[n]) for n, v in options.items()}
+    return {_field_name(str(name), where=str(file)): value for name, value in values.items()}
 
 
 def parse_yaml(text: str, *, where: str) -> Any:

@@ -31,9 +31,9 @@ from sdpo_scale.modeling.attention import ATTENTION_NAME, segments_of
 from sdpo_scale.modeling.families import IDENTITY, LogitMap, logit_map_of, switch_off_noise
 from sdpo_scale.packing.layout import PackLayout
 
-__all__ = ["TokenLogprobs", "bind_logprob_forward", "chunked_logprobs"]
+__all__ = ["CHUNK_BYTES", "TokenLogprobs", "bind_logprob_forward", "chunked_logprobs"]
 
-_CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
+CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
 """Size of one chunk of float32 logits: on CPU it should stay near the caches, on a GPU fill it."""
 
 
@@ -97,8 +97,7 @@ def chunked_logprobs(
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     if chunk_rows is None:
-        bytes_per_row = 4 * weight_VD.shape[0]
-        chunk_rows = max(1, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // bytes_per_row)
+        chunk_rows = _rows(CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]), weight_VD)
     names = ("with_statistics", "with_norms", "with_square_sums")
     flags = tuple(bool(asked.get(name)) for name in names)
     settings = (dtype, logit_map, chunk_rows, flags)
@@ -183,6 +182,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden_RD, grad_weight_VD, grad_bias_V, None, None
 
 
+def _rows(chunk_bytes: int, weight_VD: Tensor) -> int:
+    """Rows of float32 logits in so many bytes."""
+    return max(1, chunk_bytes // (4 * weight_VD.shape[0]))
+
+
 def _chunks(num_rows: int, chunk_rows: int) -> list[slice]:
     return [slice(start, start + chunk_rows) for start in range(0, num_rows, chunk_rows)]
 
@@ -231,7 +235,9 @@ def _statistics(logits_CV: Tensor, lse_C: Tensor, target_logits_C: Tensor) -> Te
     return torch.stack([column.float() for column in columns], dim=1)
 
 
-def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
+def bind_logprob_forward(
+    model: PreTrainedModel, *, backend: str, chunk_bytes: int | None = None
+) -> None:
     """Gives a model a second forward: ``model(pack=layout)`` returns :class:`TokenLogprobs`.
 
     Called in any other way the model computes what it did before, with the attention implementation
@@ -242,6 +248,7 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
     Args:
         model: a model of a family in ``modeling.families.FAMILIES``.
         backend: a key of ``modeling.attention.BACKENDS``.
+        chunk_bytes: size of a chunk of float32 logits; by default what suits the device.
     """
     switch_off_noise(model)
     # from the class, so that binding a model again does not stack forwards
@@ -260,7 +267,13 @@ def bind_logprob_forward(model: PreTrainedModel, *, backend: str) -> None:
         if targets is None:
             return type(self).forward(self, hidden)
         return chunked_logprobs(
-            hidden, self.weight, targets, bias_V=self.bias, logit_map=logit_map, **options
+            hidden,
+            self.weight,
+            targets,
+            bias_V=self.bias,
+            logit_map=logit_map,
+            chunk_rows=None if chunk_bytes is None else _rows(chunk_bytes, self.weight),
+            **options,
         )
 
     def forward(

@@ -16,7 +16,8 @@ FLOORS = (
     ("objectives", "estimator.rng", "estimator.designs", "estimator.prefixes", "estimator.branches",
      "estimator.positions"),
     # 1: planning on integers
-    ("packing.plan", "pruning", "draws", "memory.footprint", "memory.budget"),
+    ("packing.plan", "pruning", "draws", "memory.footprint", "memory.budget",
+     "memory.architectures"),
     # 2: tensors of one pack
     ("packing.layout", "modeling.families", "modeling.attention", "modeling.logprobs",
      "modeling.activation_checkpointing"),
@@ -24,6 +25,7 @@ FLOORS = (
     ("demo", "data.rows", "data.files", "data.sources", "data.formats", "data.tokenization",
      "data.pairs", "data.preference",
      "modeling.adapted", "modeling.adapters", "modeling.loading", "modeling.export",
+     "memory.simulation",
      "data.reference", "data.loader", "metrics"),
     # 4: the step
     ("waiting", "failures", "trl_options", "objective_options", "config", "options", "run_data",
@@ -33,6 +35,7 @@ FLOORS = (
      "token_limit", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run",
+     "reporting.planner", "reporting.plan",
      "reporting.check_data", "convert", "cli",
      "__main__"),
 )

@@ -1,0 +1,1 @@
+"""Memory: what a step needs, before it is run, and the largest step that fits."""
