@@ -8,9 +8,8 @@ of a decoder are alike, so a peak is a straight line in their number,
 
 with ``stored`` what each layer keeps for the backward (its input with activation checkpointing, its
 activations without) and ``working`` the layer or head that is at work, with its gathered parameters
-and gradients on their way. Two depths determine it. There are two such lines, for the start of the
-backward and for the rest of it, and the larger one is the micro-batch's; a test compares with other
-depths.
+and gradients on their way. Two depths determine it. Each phase of a micro-batch has such a line,
+and the highest one is the micro-batch's; a test compares with other depths.
 
 Units: bytes.
 """
@@ -69,16 +68,8 @@ class Line:
         return Line(working, self.stored + share * (other.stored - self.stored))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Working:
-    """What a micro-batch adds at its peaks, for any depth."""
-
-    start: Line
-    rest: Line
-
-    def largest(self, num_layers: int) -> Line:
-        """The line that is higher at a depth."""
-        return max(self.start, self.rest, key=lambda line: line.at(num_layers))
+Working = tuple[Line, ...]
+"""What a micro-batch adds in each of its phases, for any depth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +136,7 @@ def grown(small: Working, large: Working, *, tokens: tuple[int, int], to: int) -
         to: tokens of the pack that is asked for.
     """
     share = (to - tokens[0]) / (tokens[1] - tokens[0])
-    return Working(
-        start=small.start.towards(large.start, share), rest=small.rest.towards(large.rest, share)
-    )
+    return tuple(line.towards(other, share) for line, other in zip(small, large, strict=True))
 
 
 def footprint(
@@ -166,7 +155,7 @@ def footprint(
     Args:
         num_parameters: of the whole model.
         num_layers: its decoder layers.
-        working: what a micro-batch adds, simulated under this sharding.
+        working: what a micro-batch adds in each phase, simulated under this sharding.
         sharding: of ``SHARDINGS``.
         world_size: ranks that states are sharded over.
         num_trained: parameters with gradients; all if None.
@@ -185,7 +174,7 @@ def footprint(
     updated = 0.0 if states.offload_optimizer else trained / shards.get("optimizer", 1)
     # DeepSpeed keeps float32 copies of 16-bit parameters beside the optimizer's state
     has_masters = sharding.startswith("ZeRO") and states.parameter_bytes == 2
-    line = working.largest(num_layers)
+    line = max(working, key=lambda line: line.at(num_layers))
     parts = {
         "parameters": 0.0 if states.offload_parameters else parameters,
         "master_weights": 4 * updated if has_masters else 0.0,

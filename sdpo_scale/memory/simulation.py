@@ -38,7 +38,14 @@ from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
 from sdpo_scale.modeling.logprobs import bind_logprob_forward
 from sdpo_scale.packing.layout import build_layout, select_rows
 
-__all__ = ["Execution", "LiveBytes", "PackShape", "Peak", "simulate_peak", "with_depth"]
+__all__ = [
+    "Execution",
+    "LiveBytes",
+    "PackShape",
+    "prepared_micro_batch",
+    "simulate_peaks",
+    "with_depth",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,21 +61,6 @@ class PackShape:
     def num_tokens(self) -> int:
         """Tokens of the pack."""
         return sum(map(sum, self.lengths))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The most bytes that lived, in two parts of a micro-batch."""
-
-    start: int
-    """Forward, head, and backward of the last two layers: what all layers keep is there."""
-    rest: int
-    """Backward of the other layers and of the embedding: the number of layers does not matter."""
-
-    @property
-    def total(self) -> int:
-        """The larger one."""
-        return max(self.start, self.rest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +152,14 @@ def with_depth(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
     return shallow
 
 
-def simulate_peak(
+def simulate_peaks(
     config: PreTrainedConfig, pack: PackShape, execution: Execution, *, is_fake: bool = True
-) -> Peak:
+) -> tuple[int, ...]:
     """Most bytes that live in a micro-batch beyond parameters and their gradients.
+
+    In four phases, in each of which the peak is a straight line in the number of layers: forward
+    and head; backward of the last two layers, when all the others' inputs are there; backward of
+    the other layers; backward of the embedding.
 
     Args:
         config: of a supported family, with at least three layers.
@@ -175,6 +171,38 @@ def simulate_peak(
         ValueError: the model's operations depend on values, which fake tensors have not.
         RuntimeError: this process has ranks already, which sharding could not be simulated beside.
     """
+    live = LiveBytes()
+    peaks: list[int] = []
+    with prepared_micro_batch(config, pack, execution, is_fake=is_fake) as (model, micro_batch):
+        for parameter in model.parameters():  # gradients appear in a step's first micro-batch
+            parameter.grad = torch.zeros_like(parameter)
+            live.ignore(parameter)
+            live.ignore(parameter.grad)
+        layers = _layers(model)
+        for module in (model.get_output_embeddings(), layers[-2], layers[0]):
+            module.register_forward_pre_hook(
+                lambda _module, args: _on_gradient(args[0], lambda: peaks.append(live.restart()))
+            )
+        try:
+            with live:
+                micro_batch()
+        except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
+            raise ValueError(
+                f"models of family {config.model_type!r} cannot be simulated: what an operation "
+                f"returns depends on values ({error})"
+            ) from error
+    return (*peaks, live.peak)
+
+
+@contextmanager
+def prepared_micro_batch(
+    config: PreTrainedConfig, pack: PackShape, execution: Execution, *, is_fake: bool = True
+) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A model as it is sharded in a run, and the call that takes it through a micro-batch.
+
+    Raises:
+        RuntimeError: this process has ranks already, which sharding could not be simulated beside.
+    """
     layout = build_layout([_tokens(lengths) for lengths in pack.lengths])
     rows = None if pack.kept is None else select_rows(layout, pack.kept)
     mode: AbstractContextManager[Any] = nullcontext()
@@ -183,13 +211,14 @@ def simulate_peak(
     with _ranks(execution.num_shards) as mesh, mode:
         with no_init_weights() if is_fake else nullcontext():
             model = AutoModelForCausalLM.from_config(config, dtype=execution.parameter_dtype)
+        model.tie_weights()  # which is part of the initialization that was left out
         model.train()
         bind_logprob_forward(model, backend=execution.backend, chunk_bytes=execution.chunk_bytes)
         recompute = None
         if execution.checkpointing == "pruned":
             recompute = PrunedRecompute.bind(model)
         elif execution.checkpointing == "full":
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         autocast = _shard(model, mesh, execution)
 
         def micro_batch() -> None:
@@ -202,25 +231,7 @@ def simulate_peak(
             weights_R = torch.ones_like(logprobs_R)
             (logprobs_R * weights_R).sum().backward()
 
-        live = LiveBytes()
-        for parameter in model.parameters():  # gradients appear in a step's first micro-batch
-            parameter.grad = torch.zeros_like(parameter)
-            live.ignore(parameter)
-            live.ignore(parameter.grad)
-        try:
-            starts: list[int] = []
-            third = _layers(model)[-2]
-            third.register_forward_pre_hook(
-                lambda _module, args: _on_gradient(args[0], lambda: starts.append(live.restart()))
-            )
-            with live:
-                micro_batch()
-        except torch._subclasses.fake_tensor.DynamicOutputShapeException as error:
-            raise ValueError(
-                f"models of family {config.model_type!r} cannot be simulated: what an operation "
-                f"returns depends on values ({error})"
-            ) from error
-    return Peak(start=starts[0], rest=live.peak)
+        yield model, micro_batch
 
 
 def _layers(model: Any) -> list[Any]:
@@ -228,7 +239,7 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _on_gradient(tensor: Tensor, call: Callable[[], None]) -> None:
-    """Calls when the backward has reached a layer's input; recomputation passes it by."""
+    """Calls when the backward has reached a module's input; recomputation passes it by."""
     if tensor.grad_fn is not None:
         tensor.register_hook(lambda _gradient: call())
 

@@ -4,12 +4,9 @@ Options are checked and pairs are tokenized as the run would do it (and are foun
 the steps are planned for the ranks that it is meant to have.
 """
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +14,11 @@ import numpy as np
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.inputs import RunInputs, prepare_inputs
 from sdpo_scale.packing.plan import pair_costs, plan_ranks
+from sdpo_scale.reporting.planner import Machine, Planner, sharding_of
 from sdpo_scale.scoring import RunPairs
 from sdpo_scale.trl_options import with_pairs_per_step
 
-__all__ = ["config_without_devices", "describe", "dry_run", "sharding_of"]
+__all__ = ["config_without_devices", "describe", "dry_run"]
 
 _MOST_STEPS_PLANNED = 100
 """Of an epoch, spread over it: enough for means, and a matter of seconds at any size of data."""
@@ -35,7 +33,7 @@ def dry_run(options: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
 
     Returns:
         Section → name → value, as JSON can hold them: ``options`` that differ from their defaults,
-        ``model``, ``data`` and ``plan``.
+        ``model``, ``data``, ``plan`` and the predicted ``memory`` of a rank, in GiB.
 
     Raises:
         ValueError: the run would be refused, with the reason that it would give.
@@ -71,6 +69,7 @@ def dry_run(options: Mapping[str, Any], *, world_size: int) -> dict[str, Any]:
             "sharding": sharding,
             **_plan(inputs, args, world_size=world_size),
         },
+        "memory": _memory(options, inputs, args, Machine.of(options, world_size=world_size)),
     }
 
 
@@ -96,25 +95,15 @@ def describe(result: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {name}: {text}"
 
 
-def sharding_of(options: Mapping[str, Any]) -> str:
-    """How parameters would be sharded: ``ZeRO-1`` to ``ZeRO-3``, ``FSDP2``, or ``none``.
-
-    Raises:
-        ValueError: the DeepSpeed configuration cannot be read.
-    """
-    config = options.get("deepspeed")
-    if isinstance(config, str):
-        try:
-            config = json.loads(Path(config).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"deepspeed {options['deepspeed']!r} cannot be read: {error}"
-            ) from None
-    if config:
-        stage = config.get("zero_optimization", {}).get("stage", 0)
-        return f"ZeRO-{stage}" if stage else "none"
-    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or options.get("fsdp")
-    return "FSDP2" if is_fsdp else "none"
+def _memory(
+    options: Mapping[str, Any], inputs: RunInputs, args: SDPOConfig, machine: Machine
+) -> dict[str, Any]:
+    try:
+        parts = Planner.of_run(options, args, inputs, machine).own()
+    except ValueError as error:
+        return {"not_predicted": str(error)}
+    sizes = {"peak": parts.total, **parts.to_dict()}
+    return {f"{name}_gib": size / 2**30 for name, size in sizes.items() if size > 0}
 
 
 def _changed(options: Mapping[str, Any]) -> dict[str, Any]:

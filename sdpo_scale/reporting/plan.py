@@ -3,8 +3,9 @@
 A row for each variant: activation checkpointing on or off, pruning presets. ``--simulate`` takes
 the whole model through a micro-batch as well; ``planner.py`` says how the rest is predicted.
 
-Pruning changes memory where the backward recomputes rows of what is kept only, so a preset counts
-with the share of tokens that it keeps at most: ``exact-budget`` may keep all of them.
+Pruning saves memory where checkpointed layers recompute kept rows only; without checkpointing, a
+pass without gradient scores the step and only what was kept is packed for the backward. A preset
+counts with the share of tokens that it keeps at most: ``exact-budget`` may keep all of them.
 """
 
 from collections.abc import Mapping
@@ -13,17 +14,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
-from sdpo_scale.config import SDPOConfig
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.memory.architectures import ARCHITECTURES
-from sdpo_scale.memory.footprint import SHARDINGS, Line, Working
 from sdpo_scale.pruning import PRESETS
-from sdpo_scale.reporting.dry_run import config_without_devices, sharding_of
+from sdpo_scale.reporting.dry_run import config_without_devices
 from sdpo_scale.reporting.planner import Machine, Planner
 
-__all__ = ["parse_bytes", "plan", "show"]
+__all__ = ["parse_bytes", "plan", "planner_of", "show"]
 
 GiB = 2**30
 _UNITS = {"GIB": GiB, "GB": 10**9, "MIB": 2**20, "MB": 10**6}
@@ -71,29 +70,27 @@ def plan(
     Raises:
         ValueError: an option that cannot be used, or a model that cannot be simulated.
     """
-    known = {name.lower(): name for name in SHARDINGS}
-    kind = sharding_of(options) if sharding is None else known.get(sharding.lower(), sharding)
-    if sharding is None and kind == "none" and world_size > 1:
-        kind = "DDP"
-    machine = Machine(memory=parse_bytes(gpu_memory), world_size=world_size, sharding=kind)
-    config, lengths, args = _model_and_pairs(options)
-    planner = Planner(options=options, args=args, config=config, pair=lengths, machine=machine)
+    machine = Machine.of(
+        options,
+        world_size=world_size,
+        memory=parse_bytes(gpu_memory),
+        sharding=sharding or "",
+    )
+    planner = planner_of(options, machine)
     variants = [planner.variant(*given) for given in _variants()]
     warnings = planner.warnings(variants)
     if simulates:
-        peak = planner.simulated(args.max_tokens)
-        whole = Working(start=Line(peak.start, 0.0), rest=Line(peak.rest, 0.0))
-        variants[1]["simulated_bytes"] = planner.total_of(whole).total
+        variants[1]["simulated_bytes"] = planner.simulated(planner.args.max_tokens).total
     return {
         "model": {
             "name": str(options.get("model")),
             "parameters": planner.num_parameters,
-            "layers": config.num_hidden_layers,
+            "layers": planner.config.num_hidden_layers,
         },
         "machine": asdict(machine),
-        "pairs": dict(zip(("prompt", "chosen", "rejected"), lengths, strict=True)),
-        "max_tokens": args.max_tokens,
-        "train_batch_size": args.train_batch_size,
+        "pairs": dict(zip(("prompt", "chosen", "rejected"), planner.pair, strict=True)),
+        "max_tokens": planner.args.max_tokens,
+        "train_batch_size": planner.args.train_batch_size,
         "variants": variants,
         "warnings": warnings,
     }
@@ -101,23 +98,36 @@ def plan(
 
 def _variants() -> list[tuple[str, str, float]]:
     """Name, checkpointing and share of tokens in the backward."""
-    presets = [
-        (f"{name}, checkpointing", "pruned", float(fields.get("keep_fraction", 1.0)))
+    kept = {
+        name: float(fields.get("keep_fraction", 1.0))
         for name, fields in PRESETS.items()
         if name != "off"
+    }
+    return [
+        ("no checkpointing", "off", 1.0),
+        ("checkpointing", "pruned", 1.0),
+        *((f"{name}, checkpointing", "pruned", share) for name, share in kept.items()),
+        *((f"{name}, two passes", "off", share) for name, share in kept.items() if share < 1),
     ]
-    return [("no checkpointing", "off", 1.0), ("checkpointing", "pruned", 1.0), *presets]
 
 
-def _model_and_pairs(
-    options: Mapping[str, Any],
-) -> tuple[PreTrainedConfig, tuple[int, int, int], SDPOConfig]:
-    """The model's config, mean tokens of prompt, chosen and rejected, and the checked options."""
+def planner_of(options: Mapping[str, Any], machine: Machine) -> Planner:
+    """Of a config with data, or of a known architecture with pairs of an assumed length.
+
+    Args:
+        options: as for :func:`plan`.
+        machine: the GPUs.
+    """
     name = options.get("model")
     if name in ARCHITECTURES:
-        args = config_without_devices({**options, "model": None})
         shape = dict(ARCHITECTURES[name])
-        return AutoConfig.for_model(shape.pop("model_type"), **shape), _ASSUMED, args
+        return Planner(
+            options=options,
+            args=config_without_devices({**options, "model": None}),
+            config=AutoConfig.for_model(shape.pop("model_type"), **shape),
+            pair=_ASSUMED,
+            machine=machine,
+        )
     args = config_without_devices(options)
     inputs = prepare_inputs(
         args,
@@ -127,10 +137,7 @@ def _model_and_pairs(
         eval_dataset=None,
         loads_weights=False,
     )
-    prompt, chosen, rejected = (
-        max(1, round(float(mean))) for mean in inputs.train.lengths.mean(axis=0)
-    )
-    return inputs.model.config, (prompt, chosen, rejected), args
+    return Planner.of_run(options, args, inputs, machine)
 
 
 def show(result: Mapping[str, Any], console: Console) -> None:

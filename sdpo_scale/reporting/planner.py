@@ -4,15 +4,19 @@ A shallow model of the run's config is simulated at two depths for a few sizes o
 lines through these peaks give those of the run's depth and of sizes between.
 """
 
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from sdpo_scale.config import SDPOConfig
+from sdpo_scale.inputs import RunInputs
 from sdpo_scale.memory.budget import largest_tokens
 from sdpo_scale.memory.footprint import (
     OPTIMIZER_BYTES,
@@ -24,15 +28,37 @@ from sdpo_scale.memory.footprint import (
     footprint,
     grown,
 )
-from sdpo_scale.memory.simulation import Execution, PackShape, Peak, simulate_peak, with_depth
+from sdpo_scale.memory.simulation import Execution, PackShape, simulate_peaks, with_depth
 from sdpo_scale.modeling.loading import empty_model
 from sdpo_scale.modeling.logprobs import CHUNK_BYTES
 
-__all__ = ["Machine", "Planner"]
+__all__ = ["Machine", "Planner", "sharding_of"]
 
 GiB = 2**30
 _DEPTHS = (3, 4)
 """The smallest that a peak is simulated at; tests compare with deeper models."""
+_NOTHING = (Line(0.0, 0.0),)
+
+
+def sharding_of(options: Mapping[str, Any]) -> str:
+    """How parameters would be sharded: ``ZeRO-1`` to ``ZeRO-3``, ``FSDP2``, or ``none``.
+
+    Raises:
+        ValueError: the DeepSpeed configuration cannot be read.
+    """
+    config = options.get("deepspeed")
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"deepspeed {options['deepspeed']!r} cannot be read: {error}"
+            ) from None
+    if config:
+        stage = config.get("zero_optimization", {}).get("stage", 0)
+        return f"ZeRO-{stage}" if stage else "none"
+    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or options.get("fsdp")
+    return "FSDP2" if is_fsdp else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +70,17 @@ class Machine:
     world_size: int
     sharding: str
     """Of ``memory.footprint.SHARDINGS``."""
+
+    @classmethod
+    def of(
+        cls, options: Mapping[str, Any], *, world_size: int, memory: int = 0, sharding: str = ""
+    ) -> "Machine":
+        """GPUs with a kind of sharding in any case, or the one that a run's options lead to."""
+        known = {name.lower(): name for name in SHARDINGS}
+        kind = known.get(sharding.lower(), sharding) or sharding_of(options)
+        if not sharding and kind == "none" and world_size > 1:
+            kind = "DDP"
+        return cls(memory=memory, world_size=world_size, sharding=kind)
 
     def __post_init__(self) -> None:
         """Checks what a user may have typed.
@@ -69,6 +106,8 @@ class Planner:
     pair: tuple[int, int, int]
     """Mean tokens of prompt, chosen and rejected."""
     machine: Machine
+    num_trained: int | None = None
+    """Parameters with gradients; all if None."""
     num_parameters: int = 0
     _curves: dict[tuple[str, float], "_Curve"] = field(default_factory=dict)
 
@@ -76,27 +115,63 @@ class Planner:
         parameters = {id(p): p.numel() for p in empty_model(self.config).parameters()}
         object.__setattr__(self, "num_parameters", sum(parameters.values()))
 
+    @classmethod
+    def of_run(
+        cls, options: Mapping[str, Any], args: SDPOConfig, inputs: RunInputs, machine: Machine
+    ) -> "Planner":
+        """Of a run whose inputs were prepared, weights or not."""
+        trained = {id(p): p.numel() for p in inputs.model.parameters() if p.requires_grad}
+        prompt, chosen, rejected = (
+            max(1, round(float(mean))) for mean in inputs.train.lengths.mean(axis=0)
+        )
+        return cls(
+            options=options,
+            args=args,
+            config=inputs.model.config,
+            pair=(prompt, chosen, rejected),
+            machine=machine,
+            num_trained=sum(trained.values()),
+        )
+
     def variant(self, name: str, checkpointing: str, kept: float) -> dict[str, Any]:
-        """One row of the table."""
-        curve = self.curve(checkpointing, kept)
+        """One row of the table.
+
+        Args:
+            name: of the row.
+            checkpointing: ``off`` or ``pruned``.
+            kept: expected share of a step's tokens in the backward. Without checkpointing they are
+                packed anew for a second pass, whose micro-batches are as large as dense ones.
+        """
+        in_packs = kept if checkpointing == "pruned" else 1.0
+        curve = self.curve(checkpointing, in_packs)
         now = curve.footprint(self.args.max_tokens)
         most = curve.largest()
-        tokens_per_pair = sum(self.pair)
-        pairs = most // tokens_per_pair
+        pairs = most // sum(self.pair)
+        executed = math.floor(pairs * in_packs / kept)
         per_step = self.args.train_batch_size / self.machine.world_size
         return {
             "name": name,
+            "checkpointing": checkpointing,
             "kept": kept,
             "bytes": now.to_dict(),
             "total_bytes": now.total,
             "fits": now.total <= self.machine.memory,
             "largest_max_tokens": most,
             "pairs_per_micro_batch": pairs,
-            "micro_batches_per_step": math.ceil(per_step / pairs) if pairs else None,
-            "pairs_per_step_of_one_micro_batch": pairs * self.machine.world_size,
+            "micro_batches_per_step": math.ceil(per_step / executed) if executed else None,
+            "pairs_per_step_of_one_micro_batch": executed * self.machine.world_size,
             "flops_per_step": self._flops(checkpointing, kept),
             "gathered_bytes_per_micro_batch": self._gathered(),
         }
+
+    def own(self) -> Footprint:
+        """Peak of a rank with the run's own options."""
+        pruning = self.args.pruning_options
+        recomputes = bool(self.args.activation_checkpointing)
+        is_pruned = pruning.execution(recomputes=recomputes) == "checkpoint"
+        kept = pruning.keep_fraction if is_pruned and pruning.keep_fraction else 1.0
+        checkpointing = "pruned" if recomputes or is_pruned else "off"
+        return self.curve(checkpointing, kept).footprint(self.args.max_tokens)
 
     def curve(self, checkpointing: str, kept: float) -> "_Curve":
         """The peak of a variant by tokens, simulated once however many presets share it."""
@@ -112,6 +187,7 @@ class Planner:
         return footprint(
             num_parameters=self.num_parameters,
             num_layers=self.config.num_hidden_layers,
+            num_trained=self.num_trained,
             working=working,
             sharding=self.machine.sharding,
             world_size=self.machine.world_size,
@@ -122,9 +198,10 @@ class Planner:
             ),
         )
 
-    def simulated(self, tokens: int) -> Peak:
-        """Peak of a micro-batch of the whole model, beyond parameters and gradients."""
-        return simulate_peak(self.config, self.pack(tokens, 1.0), self.execution("pruned"))
+    def simulated(self, tokens: int) -> Footprint:
+        """Peak of a rank, with a micro-batch of the whole model."""
+        peaks = simulate_peaks(self.config, self.pack(tokens, 1.0), self.execution("pruned"))
+        return self.total_of((Line(max(peaks), 0.0),))
 
     def warnings(self, variants: list[dict[str, Any]]) -> list[str]:
         """What does not fit and the nearest change that does."""
@@ -149,25 +226,35 @@ class Planner:
                 "ZeRO-3's working set is taken from FSDP2's, with DeepSpeed's buckets added; it "
                 "was not simulated"
             )
-        if self.args.use_peft:
-            found.append("use_peft: planned as if all parameters were trained, an upper bound")
+        if self.num_trained not in (None, self.num_parameters):
+            found.append(
+                "adapter: gradients on their way are counted as if all parameters were trained, "
+                "an upper bound"
+            )
         return found
 
     def execution(self, checkpointing: str) -> Execution:
         """How a micro-batch of this run is executed on a GPU."""
         shards = self.machine.world_size if self.machine.sharding in ("FSDP2", "ZeRO-3") else 1
         is_zero = self.machine.sharding.startswith("ZeRO")
+        is_mixed = self.options.get("bf16") is not False  # on GPUs it is the default
         return Execution(
             num_shards=shards,
             checkpointing=checkpointing,
             parameter_dtype=torch.bfloat16 if is_zero and shards == 1 else torch.float32,
+            compute_dtype=torch.bfloat16 if is_mixed else torch.float32,
             chunk_bytes=CHUNK_BYTES["cuda"],
         )
 
     def pack(self, tokens: int, kept: float) -> PackShape:
-        """A pack of about so many tokens, with a share of its pairs in the backward."""
+        """A pack of about so many tokens, with a share of its pairs in the backward.
+
+        Pairs are drawn over the whole step, so a pack may hold more of them than the share: two
+        standard deviations of independent draws are added, which systematic draws stay below.
+        """
         count = max(1, round(tokens / sum(self.pair)))
-        num_kept = math.ceil(kept * count)
+        most = kept + 2 * math.sqrt(kept * (1 - kept) / count)
+        num_kept = min(count, math.ceil(most * count))
         rows = [self.pair[1:] if k < num_kept else (0, 0) for k in range(count)]
         return PackShape(
             lengths=(self.pair,) * count, kept=None if num_kept == count else tuple(rows)
@@ -202,16 +289,21 @@ class _Curve:
         return self.planner.total_of(self._working(self._fitted(tokens)))
 
     def largest(self) -> int:
-        """The most tokens that fit, between sizes that were simulated, or next to one."""
+        """The most tokens that fit: simulated nearby, then on the line between what is nearest."""
         memory = self.planner.machine.memory
         now = self._fitted(self.planner.args.max_tokens)
-        self._working(now)
-        self._working(self._fitted(2 * now))
-        most = largest_tokens(lambda tokens: self._between(tokens).total, memory)
+        resting = self.planner.total_of(_NOTHING).total
+        share = (memory - resting) / (self.footprint(now).total - resting)
+        nearby = self._fitted(int(now * min(max(share, 0.0), 100.0)))
+        self._working(nearby if nearby != now else self._fitted(2 * now))
+        most = self._most()
         if most >= sum(self.planner.pair):
             self._working(self._fitted(most))
-            most = largest_tokens(lambda tokens: self._between(tokens).total, memory)
+            most = self._most()
         return most
+
+    def _most(self) -> int:
+        return largest_tokens(lambda t: self._between(t).total, self.planner.machine.memory)
 
     def _between(self, tokens: int) -> Footprint:
         """On the line through the two simulated sizes that are nearest."""
@@ -221,27 +313,24 @@ class _Curve:
 
     def _working(self, tokens: int) -> Working:
         if tokens not in self._known:
-            peaks = [self._peak(tokens, depth) for depth in _DEPTHS[: 2 if self.kept == 1 else 1]]
-            if self.kept < 1:  # each layer stores the inputs of all rows, whatever is kept
-                stored = self.planner.curve(self.checkpointing, 1.0).stored_per_token() * tokens
-                start = Line(peaks[0].start - _DEPTHS[0] * stored, stored)
-                working = Working(start=start, rest=Line(peaks[0].rest, 0.0))
+            low = self._peaks(tokens, _DEPTHS[0])
+            if self.kept < 1:  # layers store the inputs of all rows, whatever is kept
+                slopes = self.planner.curve(self.checkpointing, 1.0).stored_per_token()
+                stored = [slope * tokens for slope in slopes]
+                lines = [Line(p - _DEPTHS[0] * s, s) for p, s in zip(low, stored, strict=True)]
             else:
-                low, high = peaks
-                working = Working(
-                    start=Line.through(_DEPTHS, (low.start, high.start)),
-                    rest=Line.through(_DEPTHS, (low.rest, high.rest)),
-                )
-            self._known[tokens] = working
+                high = self._peaks(tokens, _DEPTHS[1])
+                lines = [Line.through(_DEPTHS, pair) for pair in zip(low, high, strict=True)]
+            self._known[tokens] = tuple(lines)
         return self._known[tokens]
 
-    def stored_per_token(self) -> float:
-        """Bytes that a layer keeps for each token of a pack."""
+    def stored_per_token(self) -> list[float]:
+        """Bytes that a layer keeps for each token of a pack, by phase."""
         tokens = self._fitted(self.planner.args.max_tokens)
-        return self._working(tokens).start.stored / tokens
+        return [line.stored / tokens for line in self._working(tokens)]
 
-    def _peak(self, tokens: int, depth: int) -> Peak:
-        return simulate_peak(
+    def _peaks(self, tokens: int, depth: int) -> tuple[int, ...]:
+        return simulate_peaks(
             with_depth(self.planner.config, depth),
             self.planner.pack(tokens, self.kept),
             self.planner.execution(self.checkpointing),

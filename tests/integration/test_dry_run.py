@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import sdpo_scale.inputs
 from sdpo_scale.cli import main
-from sdpo_scale.reporting.dry_run import sharding_of
+from sdpo_scale.reporting.planner import sharding_of
 from tests.helpers.runs import options, save_model, text_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,9 @@ def test_options_model_data_and_plan_of_the_intended_ranks(
     assert plan["tokens_per_step"] * 3 == pytest.approx(data["tokens"])
     assert 1 < plan["micro_batches_per_step_and_rank"] <= plan["most_micro_batches"]
     assert 1 <= plan["balance"] <= plan["worst_balance"]
+    memory = result["memory"]
+    assert memory["peak_gib"] == pytest.approx(sum(memory.values()) - memory["peak_gib"])
+    assert memory["context_gib"] < memory["peak_gib"] < 3
     assert not (tmp_path / "output").exists()
 
 
@@ -91,7 +94,7 @@ def test_without_json_sections_are_printed(write_config: Write, capsys: pytest.C
     assert main(["train", write_config(), "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == [
-        *("options:", "model:", "data:", "plan:")
+        *("options:", "model:", "data:", "plan:", "memory:")
     ]
     assert "  ranks: 1" in lines
     assert "  learning_rate: 0.001" in lines

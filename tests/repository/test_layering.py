@@ -34,8 +34,8 @@ FLOORS = (
      "checkpoints", "scoring",
      "token_limit", "trainer"),
     # 5: evidence and commands
-    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.dry_run",
-     "reporting.planner", "reporting.plan",
+    ("reporting.bench", "reporting.verify", "reporting.report", "reporting.planner",
+     "reporting.dry_run", "reporting.plan",
      "reporting.check_data", "convert", "cli",
      "__main__"),
 )
