@@ -8,6 +8,7 @@ import pytest
 import trl
 from transformers import BitsAndBytesConfig
 
+from sdpo_scale import SDPOTrainer
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.options import read_config
 from sdpo_scale.trl_options import REMOVED, pairs_per_step, take_quantization
@@ -157,3 +158,28 @@ def test_trackers_are_told_every_option(tmp_path: Any):
     told = config(tmp_path, use_peft=True, lora_r=4).to_dict()
     assert told.keys() == {field.name for field in dataclasses.fields(SDPOConfig)}
     assert (told["use_peft"], told["lora_r"]) == (True, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("beta", 0.1, r"it is an option: SDPOConfig\(beta=\.\.\.\)"),
+        ("max_length", 512, r"it is an option: SDPOConfig\(max_length=\.\.\.\)"),
+        ("loss_type", "ipo", r"it is an option: SDPOConfig\(loss_type=\.\.\.\)"),
+        ("max_prompt_length", 128, "max_length bounds prompt . response"),
+        ("max_target_length", 128, "max_length bounds prompt . response"),
+        ("label_pad_token_id", -100, "there is no padding"),
+        ("padding_value", 0, "there is no padding"),
+        ("generate_during_eval", True, "a script of your own"),
+        ("ref_adapter_name", "ref", "set adapter_reference"),
+        ("tokenizer", "a", "it is called processing_class"),
+    ],
+)
+def test_case_cfg_03_arguments_of_older_trainers_are_refused_with_their_new_place(
+    name: str, value: Any, advice: str, tmp_path: Any
+):
+    args = config(tmp_path)
+    with pytest.raises(ValueError, match=rf"argument {name} of SDPOTrainer is refused: .*{advice}"):
+        SDPOTrainer(model="no/such/model", args=args, **{name: value})
+    with pytest.raises(ValueError, match=r"no/such/model|train_dataset"):  # None says nothing
+        SDPOTrainer(model="no/such/model", args=args, **{name: None})
