@@ -8,7 +8,7 @@
 | `source` | int32: which source of a mixture the pair is from |
 
 The weights of the sources stand in the schema's metadata. Per pair about 50 bytes are held in
-memory, whatever its length, and at most `_MOST_TOUCHED_BYTES` of the file stay mapped.
+memory, whatever its length, and at most `MOST_TOUCHED_BYTES` of the file stay mapped.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ import pyarrow as pa
 from sdpo_scale.data.tokenization import TokenizedRow
 
 _ROWS_PER_BATCH = 1000
-_MOST_TOUCHED_BYTES = 32 << 20
+MOST_TOUCHED_BYTES = 32 << 20
 _ID_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _SCHEMA = pa.schema(
     [
@@ -75,6 +75,11 @@ class ContentHashes(Sequence[bytes]):
         start = 16 * range(len(self))[index]
         return self.joined[start : start + 16]
 
+    @property
+    def array(self) -> np.ndarray:
+        """16-byte strings [N], without a copy."""
+        return np.frombuffer(self.joined, "S16")
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ContentHashes) and self.joined == other.joined
 
@@ -104,7 +109,7 @@ class PairDataset:
         with pa.ipc.open_stream(pa.py_buffer(self._map)) as stream:
             self.weights: tuple[float, ...] = tuple(json.loads(stream.schema.metadata[b"weights"]))
             for batch in stream:
-                columns = [_list_arrays(batch.column(name)) for name in _ID_COLUMNS]
+                columns = [list_arrays(batch.column(name)) for name in _ID_COLUMNS]
                 self._ids.append(columns)
                 self._starts.append(self._starts[-1] + batch.num_rows)
                 lengths.append(np.stack([np.diff(offsets) for offsets, _ in columns], axis=1))
@@ -144,13 +149,14 @@ class PairDataset:
             values[offsets[row] : offsets[row + 1]] for offsets, values in self._ids[batch]
         )
         self._touched_bytes += mmap.PAGESIZE + prompt.nbytes + chosen.nbytes + rejected.nbytes
-        if self._touched_bytes > _MOST_TOUCHED_BYTES:
+        if self._touched_bytes > MOST_TOUCHED_BYTES:
             self._release()
         pair_id, content_hash = int(self.pair_ids[index]), self.content_hashes[index]
         return Pair(pair_id, prompt, chosen, rejected, content_hash)
 
 
-def _list_arrays(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+def list_arrays(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and values, without a copy."""
     return column.offsets.to_numpy(), column.values.to_numpy()
 
 
