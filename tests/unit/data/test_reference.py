@@ -5,7 +5,10 @@ What it is keyed by, and how damage is found, is in tests/unit/test_scoring.py.
 
 import os
 import pickle
+import subprocess
+import sys
 import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +32,7 @@ def append(cache: ReferenceCache, numbers: range) -> None:
     cache.append([hash_of(n) for n in numbers], [logprobs_of(n) for n in numbers])
 
 
-def assert_holds(cache: ReferenceCache, numbers: range) -> None:
+def assert_holds(cache: ReferenceCache, numbers: Sequence[int]) -> None:
     for number in np.random.default_rng(0).permutation(numbers).tolist():
         for found, expected in zip(cache.read(hash_of(number)), logprobs_of(number), strict=True):
             np.testing.assert_array_equal(found, expected)
@@ -76,6 +79,31 @@ def test_what_others_append_is_found_while_this_one_reads(cache: ReferenceCache,
     assert len(cache) == len(other) == 70
     assert_holds(cache, range(70))
     np.testing.assert_array_equal(held[0], logprobs_of(3)[0])
+
+
+APPENDS = """
+import sys
+from pathlib import Path
+from sdpo_scale.data.reference import ReferenceCache
+from tests.unit.data.test_reference import PARTS, append
+cache = ReferenceCache(Path(sys.argv[1]), PARTS)
+for start in range(50, 250, 5):
+    append(cache, range(start, start + 5))
+"""
+
+
+def test_another_process_may_append_at_any_moment(cache: ReferenceCache, tmp_path: Path):
+    root = Path(__file__).resolve().parents[3]
+    writer = subprocess.Popen([sys.executable, "-c", APPENDS, str(tmp_path)], cwd=root)
+    seen = [len(cache)]
+    while writer.poll() is None or len(cache) < 250:
+        cache.refresh()
+        rows = cache.rows(np.array([hash_of(n) for n in range(250)], "S16"))
+        assert_holds(cache, np.flatnonzero(rows >= 0).tolist())
+        seen.append(len(cache))
+        assert writer.poll() in (None, 0)
+    assert seen == sorted(seen)
+    assert seen[-1] == len(ReferenceCache(tmp_path, PARTS)) == 250
 
 
 @pytest.mark.parametrize(
