@@ -80,6 +80,12 @@ def _parts(
     args: SDPOConfig, train_dataset: Any, eval_dataset: Any
 ) -> tuple[list[Part], list[Part]]:
     """The sources of training and evaluation pairs, all of them checked before one is read."""
+    if type(eval_dataset) is dict and "path" not in eval_dataset:  # not a datasets.DatasetDict
+        raise ValueError(
+            f"eval_dataset maps names ({', '.join(map(str, eval_dataset))}) to data sets, which is "
+            "refused: there is one set of evaluation metrics; give a list of the data sets, whose "
+            "pairs are evaluated together, or one mapping with path, split, subset and revision"
+        )
     given = {
         "train_dataset": (train_dataset, args.train_split),
         "eval_dataset": (eval_dataset, args.eval_split),

@@ -6,6 +6,7 @@ log-probabilities and one of each node writes them. So it does not matter whethe
 cache folder: equal contents have equal names.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -41,7 +42,10 @@ __all__ = ["RunPairs", "ScoredError", "score_pairs", "sum_over_batches"]
 logger = logging.getLogger(__name__)
 
 _PAIRS_PER_WINDOW = 256
-"""For each rank; a killed run loses at most the window being scored."""
+"""For each rank, at least. A window becomes one file of the cache, and a killed run loses the one
+being scored. Later ones hold up to an eighth of what was scored before: many pairs, few files."""
+_MOST_PAIRS_PER_WINDOW, _MOST_TOKENS_PER_WINDOW = 8192, 1 << 22
+"""Over all ranks, each of which holds a window's log-probabilities; no less than the least."""
 
 
 class ScoredError(Exception):
@@ -228,8 +232,9 @@ def score_pairs(
         len(wanted),
         len(missing),
     )
-    for start in range(0, len(missing), _PAIRS_PER_WINDOW * ranks.world_size):
-        window = missing[start : start + _PAIRS_PER_WINDOW * ranks.world_size]
+    ends = _window_ends(dataset.lengths[missing, 1:].sum(axis=1), world_size=ranks.world_size)
+    for start, end in itertools.pairwise([0, *ends]):
+        window = missing[start:end]
         lengths_P3 = dataset.lengths[window]
         plans = plan_ranks(
             lengths_P3.sum(axis=1),
@@ -254,11 +259,23 @@ def score_pairs(
         cache.refresh()
 
 
+def _window_ends(num_tokens: NDArray[np.int64], *, world_size: int) -> list[int]:
+    """Where each window ends, given the response tokens of each pair to score."""
+    ends = [0]
+    while ends[-1] < len(num_tokens):
+        least, start = _PAIRS_PER_WINDOW * world_size, ends[-1]
+        most = min(max(least, start // 8), max(least, _MOST_PAIRS_PER_WINDOW))
+        sums = num_tokens[start : start + most].cumsum()
+        size = max(least, int(np.searchsorted(sums, _MOST_TOKENS_PER_WINDOW)))
+        ends.append(start + min(size, len(sums)))
+    return ends[1:]
+
+
 def _missing(
     dataset: PairDataset, cache: ReferenceCache, indices: NDArray[np.int64], ranks: Ranks
 ) -> NDArray[np.int64]:
     """Those of the pairs that any rank's cache lacks: its folder may be a node's own."""
-    own = indices[[cache.row(dataset.content_hashes[i]) < 0 for i in indices]]
+    own = indices[cache.rows(dataset.content_hashes.array[indices]) < 0]
     return np.unique(np.concatenate(ranks.gather(own)))
 
 

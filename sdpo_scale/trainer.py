@@ -110,8 +110,8 @@ class SDPOTrainer(Trainer):
             ValueError: an option or model that cannot be used.
             DataError: an unusable row.
         """
-        check_arguments(others)
         args = args if args is not None else SDPOConfig()
+        check_arguments(others, args)
         take_quantization(args, quantization_config, model)
         self.inputs = inputs = prepare_inputs(
             args,

@@ -298,15 +298,24 @@ def take_quantization(options: Any, quantization_config: Any, model: Any) -> Non
     check_adapter_options(options)
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of TRL's trainer that have no meaning here; None is accepted for each.
+def check_arguments(given: Mapping[str, Any], options: Any) -> None:
+    """Refuses arguments of TRL's trainers that have no meaning here; None is accepted for each.
+
+    Releases before 0.9 took options such as ``beta`` as arguments of the trainer.
+
+    Args:
+        given: the arguments.
+        options: an ``SDPOConfig``.
 
     Raises:
         ValueError: names the argument and what to do.
         TypeError: an argument that is none of TRL's.
     """
+    names = [option.name for option in dataclasses.fields(options)]
+    as_option = {name: f"it is an option: SDPOConfig({name}=...)" for name in names}
+    advice = {**as_option, **REMOVED, **_ARGUMENTS}
     for name, value in given.items():
-        if name not in _ARGUMENTS:
+        if name not in advice:
             raise TypeError(f"SDPOTrainer has no argument {name!r}")
         if value is not None:
-            raise ValueError(f"argument {name} of SDPOTrainer is refused: {_ARGUMENTS[name]}")
+            raise ValueError(f"argument {name} of SDPOTrainer is refused: {advice[name]}")

@@ -8,7 +8,7 @@
 | `source` | int32: which source of a mixture the pair is from |
 
 The weights of the sources stand in the schema's metadata. Per pair about 50 bytes are held in
-memory, whatever its length, and at most `_MOST_TOUCHED_BYTES` of the file stay mapped.
+memory, whatever its length, and at most `MOST_TOUCHED_BYTES` of the file stay mapped.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ import pyarrow as pa
 from sdpo_scale.data.tokenization import TokenizedRow
 
 _ROWS_PER_BATCH = 1000
-_MOST_TOUCHED_BYTES = 32 << 20
+MOST_TOUCHED_BYTES = 8 << 20
 _ID_COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _SCHEMA = pa.schema(
     [
@@ -65,18 +65,19 @@ class Pair:
 class ContentHashes(Sequence[bytes]):
     """16 bytes for each pair, without an object for each of them."""
 
-    def __init__(self, joined: bytes) -> None:
-        self.joined = joined
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        """16-byte strings [N]."""
 
     def __len__(self) -> int:
-        return len(self.joined) // 16
+        return len(self.array)
 
     def __getitem__(self, index: Any) -> Any:
-        start = 16 * range(len(self))[index]
-        return self.joined[start : start + 16]
+        start = range(len(self))[index]
+        return self.array[start : start + 1].tobytes()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ContentHashes) and self.joined == other.joined
+        return isinstance(other, ContentHashes) and np.array_equal(self.array, other.array)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -100,22 +101,25 @@ class PairDataset:
         self._touched_bytes = 0
         self._starts = [0]
         self._ids: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        lengths, pair_ids, hashes, sources = [], [], [], []
         with pa.ipc.open_stream(pa.py_buffer(self._map)) as stream:
             self.weights: tuple[float, ...] = tuple(json.loads(stream.schema.metadata[b"weights"]))
-            for batch in stream:
-                columns = [_list_arrays(batch.column(name)) for name in _ID_COLUMNS]
-                self._ids.append(columns)
-                self._starts.append(self._starts[-1] + batch.num_rows)
-                lengths.append(np.stack([np.diff(offsets) for offsets, _ in columns], axis=1))
-                pair_ids.append(batch.column("pair_id").to_numpy().copy())
-                hashes.append(batch.column("content_hash").buffers()[1].to_pybytes())
-                sources.append(batch.column("source").to_numpy().copy())
-                self._release()
-        self.lengths = np.concatenate(lengths).astype(np.int64)
-        self.pair_ids = np.concatenate(pair_ids)
-        self.content_hashes = ContentHashes(b"".join(hashes))
-        self.sources = np.concatenate(sources)
+            batches = list(stream)  # nothing is read yet
+        num_pairs = sum(batch.num_rows for batch in batches)
+        self.lengths = np.empty((num_pairs, 3), np.int64)
+        self.pair_ids = np.empty(num_pairs, np.int64)
+        self.content_hashes = ContentHashes(np.empty(num_pairs, "S16"))
+        self.sources = np.empty(num_pairs, np.int32)
+        for batch in batches:
+            columns = [list_arrays(batch.column(name)) for name in _ID_COLUMNS]
+            rows = slice(self._starts[-1], self._starts[-1] + batch.num_rows)
+            self._ids.append(columns)
+            self._starts.append(rows.stop)
+            self.lengths[rows] = np.stack([np.diff(offsets) for offsets, _ in columns], axis=1)
+            self.pair_ids[rows] = batch.column("pair_id").to_numpy()
+            hashes = batch.column("content_hash").buffers()[1]
+            self.content_hashes.array[rows] = np.frombuffer(hashes, "S16", batch.num_rows)
+            self.sources[rows] = batch.column("source").to_numpy()
+            self._release()
 
     def _release(self) -> None:
         """Hands the file's pages back to the system; they are read again where they are needed.
@@ -144,13 +148,14 @@ class PairDataset:
             values[offsets[row] : offsets[row + 1]] for offsets, values in self._ids[batch]
         )
         self._touched_bytes += mmap.PAGESIZE + prompt.nbytes + chosen.nbytes + rejected.nbytes
-        if self._touched_bytes > _MOST_TOUCHED_BYTES:
+        if self._touched_bytes > MOST_TOUCHED_BYTES:
             self._release()
         pair_id, content_hash = int(self.pair_ids[index]), self.content_hashes[index]
         return Pair(pair_id, prompt, chosen, rejected, content_hash)
 
 
-def _list_arrays(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+def list_arrays(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and values, without a copy."""
     return column.offsets.to_numpy(), column.values.to_numpy()
 
 

@@ -106,7 +106,7 @@ def _packing(lengths_N3: NDArray[np.int64]) -> dict[str, float]:
 
 def _duplicates(dataset: PairDataset) -> dict[str, int]:
     """Pairs that occur before with the same tokens, and prompts that occur in an earlier pair."""
-    contents = np.frombuffer(dataset.content_hashes.joined, dtype="V16")
+    contents = dataset.content_hashes.array
     prompts = np.empty(len(dataset), dtype=np.uint64)
     for index in range(len(dataset)):
         ids = np.ascontiguousarray(dataset[index].prompt_ids)

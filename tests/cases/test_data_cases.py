@@ -178,6 +178,22 @@ def test_TPL_09_only_the_assistant_responds(prepare):
         prepare("TPL-09/train.jsonl", "chatml")
 
 
+@pytest.mark.parametrize("tokenizer", ["chatml", "think_strip", "bos"])
+def test_TPL_11_nothing_is_opened_behind_a_full_conversation(prepare, tokenizer):
+    """The prompt ends with the assistant's header, once; responses neither hold nor end with it."""
+    header = "<|im_start|>assistant\n"
+    shared = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    turns = [[*shared, {"role": "assistant", "content": text}] for text in ("yes", "no")]
+    prepared = prepare([{"chosen": turns[0], "rejected": turns[1]}], tokenizer)
+    prompt, *responses = prepared.text(0)
+    assert prompt.endswith(header)
+    assert prompt.count(header) == 1
+    end = prepared.tokenizer.eos_token
+    assert responses == [f"yes{end}\n", f"no{end}\n"]
+    explicit = [{"prompt": shared, "chosen": turns[0][2:], "rejected": turns[1][2:]}]
+    assert prepare(explicit, tokenizer).ids == prepared.ids
+
+
 def test_TPL_12_shared_middle_turns_are_prompt(prepare):
     prepared = prepare("TPL-12/train.jsonl")
     want = expected("TPL-12")

@@ -1,6 +1,7 @@
 """Situations in which engines on several ranks were seen to go wrong, on ranks that are threads."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,21 @@ from tests.helpers.threads import run_ranks
 CASES = Path(__file__).resolve().parents[1] / "cases"
 
 
-def opt_01(ranks: Ranks, *, max_tokens: int) -> tuple[float, float]:
+def opt_01(
+    ranks: Ranks,
+    *,
+    max_tokens: int,
+    rejected: Sequence[int] = (1, 1, 1, 1),
+    on_pack: Callable[[int], None] = lambda _num_pairs: None,
+) -> tuple[float, float]:
     """Loss and gradient of pairs whose losses are slope · θ at θ = 1, as the case states them."""
     case = json.loads((CASES / "OPT-01" / "values.json").read_text("utf-8"))
     slopes = [pair["slope"] for pair in case["pairs"]]
-    pairs = [pair_of_lengths(k, (2 + k, 1, 1)) for k in range(len(slopes))]
+    pairs = [pair_of_lengths(k, (2 + k, 1, n)) for k, n in enumerate(rejected)]
     theta = torch.ones((), dtype=torch.float64, requires_grad=True)
 
     def forward(layout: Any, **_options: Any) -> TokenLogprobs:
+        on_pack(layout.num_pairs)
         # the prompt's length says which pair it is; an idle rank's pack has one prompt token
         which = (
             (layout.prompt_length_P - 2)
@@ -64,6 +72,15 @@ def test_OPT_01_a_pair_weighs_the_same_on_whatever_rank_and_in_whatever_micro_ba
     results = run_ranks(world_size, lambda ranks: opt_01(ranks, max_tokens=max_tokens))
     assert [loss for loss, _ in results] == pytest.approx([4.0] * world_size)
     assert sum(gradient for _, gradient in results) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("max_tokens", "sizes"), [(38, [4]), (23, [1, 3])])
+def test_OPT_02_micro_batches_of_different_sizes_weigh_by_their_pairs(max_tokens, sizes):
+    seen: list[int] = []
+    # the pair with loss 10 is as long as the three others together
+    found = opt_01(Ranks(), max_tokens=max_tokens, rejected=(1, 1, 1, 17), on_pack=seen.append)
+    assert sorted(seen) == sizes
+    assert found == pytest.approx((4.0, 4.0))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7])

@@ -34,6 +34,7 @@ _VARIANTS: dict[str, dict[str, str | None]] = {
     "think_strip": {**_TURN_END, "template": "think_strip"},
     "think_open": {**_TURN_END, "template": "think_open"},
     "tools": {**_TURN_END, "template": "tools"},
+    "qwen3": {**_TURN_END, "template": "qwen3"},
     "strict": {"template": "strict_roles"},
     "no_eos_template": {"template": "no_eos"},
     "pad_is_eos": {"pad": "</s>"},

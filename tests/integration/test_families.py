@@ -56,6 +56,39 @@ def test_a_run_without_the_routers_loss_takes_a_config_that_asks_for_it(tmp_path
     SDPOTrainer(args=config(tmp_path, model_init_kwargs=kwargs, **changes)).train()
 
 
+@pytest.mark.parametrize("pruning", ["off", "exact-budget"])
+def test_SHD_10_experts_are_recomputed_once_whatever_the_config_says_of_caches(
+    pruning: str, tmp_path: Path
+):
+    """A cache of keys that grew in a recomputation, or another routing, would change its shapes."""
+    model = save_model(tmp_path / "model", family="mixtral", use_cache=True)
+    rows = write_rows(tmp_path / "train.jsonl", text_rows(8))
+    numbers, forwards = {}, {}
+    for recomputes in (False, True):
+        args = config(
+            tmp_path / str(recomputes),
+            model=model,
+            train_dataset=rows,
+            pruning=pruning,
+            pruning_kwargs={"branch_execution": "two_pass"} if pruning != "off" else None,
+            activation_checkpointing=recomputes,
+            max_steps=2,
+        )
+        trainer = SDPOTrainer(args=args)
+        counts: list[bool] = []
+        layer = trainer.model.model.layers[0].self_attn
+        layer.register_forward_pre_hook(
+            lambda *_, seen=counts: seen.append(torch.is_grad_enabled())
+        )
+        trainer.train()
+        lines = steps_of(read_lines(args.output_path / "metrics.jsonl"))
+        numbers[recomputes] = [(line["loss"], line["grad_norm"]) for line in lines]
+        forwards[recomputes] = sum(counts)
+    for with_it, without in zip(numbers[True], numbers[False], strict=True):
+        assert with_it == pytest.approx(without, rel=1e-5)
+    assert forwards[True] == 2 * forwards[False] > 0
+
+
 def test_of_a_layers_experts_those_count_that_a_token_passes_through():
     found = matmul_parameters(build("mixtral", num_hidden_layers=1))["body_parameters"]
     experts = 4 * 3 * 64 * 32

@@ -55,6 +55,7 @@ def test_negative_numbers_and_text_on_the_command_line(tmp_path):
         ("max_tokens: 1.5", r"option max_tokens: 1.5 is not int"),
         ("reference_free: 3", r"option reference_free: 3 is not bool"),
         ("- a\n- b", r"a config is a mapping of options, got list"),
+        ("beta: [1", r"(?s)run\.yaml is not YAML: .*line 1"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(text, message, tmp_path):
@@ -130,9 +131,28 @@ def test_names_of_trl_and_transformers_scripts_are_understood(tmp_path):
         ({"loss_type": "ipo", "label_smoothing": 0.1}, r"has no effect with loss_type 'ipo'"),
         ({"truncation_mode": "middle"}, r"choose keep_start or keep_end"),
         ({"on_bad_row": "ignore"}, r"choose error or skip"),
-        ({"train_batch_size": 0}, r"train_batch_size must be at least 1"),
-        ({"max_tokens": 2}, r"max_tokens must be at least 3"),
-        ({"eval_holdout": 1}, r"eval_holdout must be at least 2"),
+        ({"loss_weights": [0.0]}, r"loss_weights must be at least 0, and one of them positive"),
+        ({"loss_weights": ["1"]}, r"loss_weights must be a list of numbers, got \['1'\]"),
+        ({"simpo_gamma": float("nan")}, r"simpo_gamma = nan has no effect"),
+        ({"beta": float("nan")}, r"beta must be positive, got nan"),
+        ({"gradient_reduction": "step"}, r"gradient_reduction 'step' .* micro_batch or last"),
+        ({"train_batch_size": 0}, r"train_batch_size must be at least 1, got 0"),
+        ({"max_tokens": 2}, r"max_tokens must be at least 3, got 2"),
+        ({"max_length": 1}, r"max_length must be at least 2, got 1"),
+        ({"max_train_samples": 0}, r"max_train_samples must be at least 1, got 0"),
+        ({"max_eval_samples": 0}, r"max_eval_samples must be at least 1, got 0"),
+        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size must be at least 1"),
+        (
+            {"score_max_tokens": 64, "max_tokens": 65},
+            r"score_max_tokens is 64, less than .* \(65\)",
+        ),
+        (
+            {"chat_template_kwargs": [1]},
+            r"chat_template_kwargs must map names to values, got \[1\]",
+        ),
+        ({"chat_template_kwargs": {"tools": []}}, r"chat_template_kwargs: 'tools' is no variable"),
+        ({"deepspeed": "nowhere.json"}, r"option deepspeed: there is no file 'nowhere\.json'"),
+        ({"eval_holdout": 1}, r"eval_holdout must be at least 2, got 1"),
         ({"eval_holdout": 10, "eval_dataset": "x"}, r"drop one of them"),
         ({"per_device_train_batch_size": 4, "train_batch_size": 9}, r"give one of them"),
         ({"gradient_accumulation_steps": 0}, r"must be at least 1"),
@@ -144,6 +164,13 @@ def test_names_of_trl_and_transformers_scripts_are_understood(tmp_path):
 def test_each_contradiction_is_refused_by_name(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
+
+
+def test_a_deepspeed_file_that_is_not_json_is_named(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text("{zero_optimization: 3}")
+    with pytest.raises(ValueError, match=r"option deepspeed: .*zero\.json is not JSON: .*line 1"):
+        config(tmp_path, deepspeed=str(path))
 
 
 def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from sdpo_scale.data.pairs import PairDataset, PairWriter
 from sdpo_scale.data.reference import NonFiniteError, ReferenceCache, ReferenceLogprobs
 from sdpo_scale.data.tokenization import TokenizedRow
 from sdpo_scale.record import Ranks
-from sdpo_scale.scoring import score_pairs
+from sdpo_scale.scoring import _window_ends, score_pairs
 from tests.helpers.pairs import random_pairs
 from tests.helpers.threads import run_ranks
 
@@ -207,3 +207,21 @@ def test_case_ref_02_each_pair_is_scored_once_by_some_rank_and_known_to_all(
     assert sum(scorer.num_pairs for scorer in scorers) >= missing
     assert idle == 0, "a rank without pairs runs the smallest pack, for the others' collectives"
     assert {scorer.num_calls for scorer in scorers} == {scorers[0].num_calls}
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 80, 4000])
+def test_many_pairs_lie_in_few_files_and_little_work_is_lost(tokens, world_size):
+    ends = np.array(_window_ends(np.full(240_000, tokens), world_size=world_size))
+    sizes = np.diff(ends, prepend=0)
+    assert ends[-1] == sizes.sum() == 240_000
+    least = 256 * world_size
+    assert (sizes <= np.maximum(least, (ends - sizes) // 8)).all()
+    assert (sizes * tokens <= max(least * tokens, 1 << 22)).all()
+    num_files = len(sizes)
+    assert num_files <= max(90, 240_000 * tokens / (1 << 22) + 90)
+    assert (sizes[:-1] >= least).all()
+
+
+def test_nothing_missing_needs_no_window():
+    assert _window_ends(np.empty(0, int), world_size=2) == []

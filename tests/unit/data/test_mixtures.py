@@ -193,6 +193,10 @@ def test_template_options_of_the_run_and_of_a_row(tmp_path: Path):
         ({"chat_template_kwargs": {"mesages": 1}}, "no variable 'mesages', did you mean 'mess"),
         ({"eval_dataset": [{"weight": 2}]}, r"eval_dataset: weight 2 of .*a\.jsonl has no effect"),
         ({"train_dataset": [{"weight": -1}]}, r"train_dataset\[0\]: weight -1 is not"),
+        (
+            {"eval_dataset": {"chat": "a.jsonl", "code": "b.jsonl"}},
+            r"eval_dataset maps names \(chat, code\) to data sets, .* give a list",
+        ),
     ],
 )
 def test_a_bad_option_is_refused_before_rows_are_read(
@@ -202,7 +206,8 @@ def test_a_bad_option_is_refused_before_rows_are_read(
 
     path = str(write_rows(tmp_path / "a.jsonl", text_rows(2)))
     for name in changes.keys() & {"train_dataset", "eval_dataset"}:
-        changes = {name: [{"path": path, **entry} for entry in changes[name]]}
+        if isinstance(changes[name], list):
+            changes = {name: [{"path": path, **entry} for entry in changes[name]]}
     model = save_model(tmp_path / "model", "chatml")
     options = {"model": model, "train_dataset": path, **changes}
     with pytest.raises(ValueError, match=message):
