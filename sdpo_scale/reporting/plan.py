@@ -18,33 +18,17 @@ from transformers import AutoConfig, PreTrainedConfig
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.memory.architectures import ARCHITECTURES
+from sdpo_scale.memory.budget import parse_bytes
 from sdpo_scale.memory.footprint import SHARDINGS, Line, Working
 from sdpo_scale.pruning import PRESETS
 from sdpo_scale.reporting.dry_run import config_without_devices, sharding_of
 from sdpo_scale.reporting.planner import Machine, Planner
 
-__all__ = ["parse_bytes", "plan", "show"]
+__all__ = ["plan", "show"]
 
 GiB = 2**30
-_UNITS = {"GIB": GiB, "GB": 10**9, "MIB": 2**20, "MB": 10**6}
 _ASSUMED = (512, 256, 256)
 """Tokens of prompt, chosen and rejected where no data is at hand."""
-
-
-def parse_bytes(text: str) -> int:
-    """``80GiB``, ``80GB`` or ``512MiB`` as bytes.
-
-    Raises:
-        ValueError: no number with one of these units.
-    """
-    for unit, size in _UNITS.items():
-        number = text.upper().removesuffix(unit)
-        if number != text.upper():
-            try:
-                return int(float(number) * size)
-            except ValueError:
-                break
-    raise ValueError(f"--gpu-memory {text!r} is no size: write 80GiB, 80GB or 512MiB")
 
 
 def plan(
@@ -75,7 +59,8 @@ def plan(
     kind = sharding_of(options) if sharding is None else known.get(sharding.lower(), sharding)
     if sharding is None and kind == "none" and world_size > 1:
         kind = "DDP"
-    machine = Machine(memory=parse_bytes(gpu_memory), world_size=world_size, sharding=kind)
+    memory = parse_bytes(gpu_memory, option="--gpu-memory")
+    machine = Machine(memory=memory, world_size=world_size, sharding=kind)
     config, lengths, args = _model_and_pairs(options)
     planner = Planner(options=options, args=args, config=config, pair=lengths, machine=machine)
     variants = [planner.variant(*given) for given in _variants()]
