@@ -171,11 +171,11 @@ class Tuner:
     def _enable_checkpointing(self) -> None:
         """As ``Trainer.train`` does it (transformers 5.24), where that has not begun yet."""
         if self._args.activation_checkpointing and not self.is_made_later:
-            kwargs: Any = self._args.activation_checkpointing_kwargs
-            rest = dict(kwargs or {})
+            rest: Any = dict(self._args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
             own = {name: rest.pop(name) for name in ("every_n_layers", "offload") if name in rest}
             model: Any = self._inputs.model
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=rest, **own)
+            options = {"activation_checkpointing_kwargs": rest or None, **own}
+            model.activation_checkpointing_enable(**options)
 
     def _validity(self) -> dict[str, str]:
         """What the answer depends on → its value in this run."""
