@@ -16,6 +16,7 @@ import yaml
 from sdpo_scale import SDPOTrainer
 from sdpo_scale.cli import main
 from sdpo_scale.memory.simulation import LiveBytes
+from sdpo_scale.sharding import Sharding
 from sdpo_scale.tuning import worst_pack
 from tests.helpers.runs import config, options, save_model, steps_of, text_rows, write_rows
 
@@ -196,6 +197,14 @@ def test_what_cannot_be_tuned_is_refused_by_name(
 ):
     with pytest.raises(ValueError, match=message):
         make(files, tmp_path, **changes)
+
+
+def test_a_sharded_run_takes_a_file_or_says_how_to_make_it(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Sharding, "name", "FSDP")
+    with pytest.raises(ValueError, match=r"auto under FSDP takes what was measured .* tune with"):
+        make(files, tmp_path)
 
 
 @pytest.mark.parametrize(
