@@ -17,7 +17,7 @@ from sdpo_scale import SDPOTrainer
 from sdpo_scale.cli import main
 from sdpo_scale.memory.simulation import LiveBytes
 from sdpo_scale.sharding import Sharding
-from sdpo_scale.tuning import worst_pack
+from sdpo_scale.tuning import _reserved, worst_pack
 from tests.helpers.runs import config, options, save_model, steps_of, text_rows, write_rows
 
 TWO_PASS = {"pruning": "memory", "pruning_kwargs": {"branch_execution": "two_pass"}}
@@ -248,3 +248,17 @@ def test_a_worst_pack_has_exactly_the_tokens_asked_for(files: Path, tmp_path: Pa
         assert sum(len(ids) for p in pack for ids in p.tokens) == tokens
         assert all(len(ids) > 0 for p in pack for ids in p.tokens)
         assert len(pack) <= -(-tokens // 68)
+
+
+def test_on_a_gpu_what_is_reserved_counts_with_all_that_others_hold(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    called: list[str] = []
+    numbers = {"memory_reserved": 10, "max_memory_reserved": 40, "mem_get_info": (60, 100)}
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: called.append(name))
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    found = _reserved(lambda: called.append("pack"), torch.device("cuda", 0))
+    assert found == (100 - 60 - 10) + 40
+    assert called == ["empty_cache", "reset_peak_memory_stats", "pack"]
