@@ -291,8 +291,11 @@ def _verify(options: argparse.Namespace, args: Any) -> dict[str, Any]:
 
 def _tune(args: Any) -> dict[str, Any]:
     from sdpo_scale.reporting.tune import tune
+    from sdpo_scale.waiting import wait_for_all
 
-    return tune(args)
+    result = tune(args)
+    wait_for_all("all ranks to finish")
+    return result
 
 
 def _train(args: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from transformers import Trainer
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.scoring import ScoredError
 from sdpo_scale.trainer import SDPOTrainer
+from sdpo_scale.trl_options import AUTO
 
 __all__ = ["tune"]
 
@@ -34,10 +35,6 @@ def tune(args: SDPOConfig) -> dict[str, Any]:
             Trainer.train(trainer)
         trainer._before_training(trainer.model)
     trainer.tuner.complete(trainer.model)
-    return {
-        "max_tokens": trainer.found["max_tokens"],
-        "train_batch_size": args.train_batch_size,
-        "peak_gib": trainer.found["peak_bytes"] / 2**30,
-        "budget_gib": trainer.found["budget_bytes"] / 2**30,
-        "file": str(trainer.tuner.path),
-    }
+    found: dict[str, Any] = {name: getattr(args, name) for name in AUTO}
+    found |= {f"{name}_gib": trainer.found[f"{name}_bytes"] / 2**30 for name in ("peak", "budget")}
+    return {**found, "file": str(trainer.tuner.path)}
