@@ -40,6 +40,7 @@ __all__ = [
     "new_progress",
     "peak_memory_bytes",
     "show_progress",
+    "will_log",
 ]
 
 CONSOLE = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
@@ -53,6 +54,14 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def will_log(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether ``Trainer`` logs the step that comes next."""
+    step = state.global_step + 1
+    if args.logging_strategy != "steps":
+        return True
+    return (step == 1 and args.logging_first_step) or step % state.logging_steps == 0
 
 
 def new_progress(description: str) -> Progress:

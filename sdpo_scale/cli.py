@@ -9,6 +9,8 @@
                                                             rows, lengths, duplicates, decoded pairs
     sdpo-scale plan CONFIG|llama-3-70b [--gpu-memory 80GiB] [--world-size N] [--sharding KIND]
                     [--simulate] [--json]                   peak memory, and the most that fits
+    sdpo-scale tune CONFIG [--memory-budget 0.9|60GiB] [--field value ...] [--json]
+                                                            measure what max_tokens: auto takes
     sdpo-scale convert-trl SOURCE [--output FILE] [--json]  TRL's YAML or command line as a config
 
 CONFIG is a YAML file or ``demo``; fields are those of ``SDPOConfig``.
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("score", "compute the reference log-probabilities only; resumable"),
         ("verify", "compare pruned draws of a step with its dense gradient"),
         ("check-data", "read, tokenize and describe the pairs; no weights are needed"),
+        ("tune", "measure the largest micro-batches that fit, for max_tokens: auto"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("config", metavar="CONFIG", help="a YAML file, or demo")
@@ -199,7 +202,10 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
         "train": _train,
         "score": _score,
         "verify": partial(_verify, options),
+        "tune": _tune,
     }
+    if options.command == "tune":
+        fields = [*fields, "--max_tokens", "auto"]
     return run[options.command](read_config(options.config, fields))
 
 
@@ -281,6 +287,15 @@ def _verify(options: argparse.Namespace, args: Any) -> dict[str, Any]:
     from sdpo_scale.reporting.verify import verify
 
     return verify(args, num_draws=options.num_draws, warmup_steps=options.warmup_steps)
+
+
+def _tune(args: Any) -> dict[str, Any]:
+    from sdpo_scale.reporting.tune import tune
+    from sdpo_scale.waiting import wait_for_all
+
+    result = tune(args)
+    wait_for_all("all ranks to finish")
+    return result
 
 
 def _train(args: Any) -> dict[str, Any]:

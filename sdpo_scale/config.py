@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 
 from sdpo_scale.data.formats import RESERVED_OPTIONS
+from sdpo_scale.memory.budget import check_budget
 from sdpo_scale.modeling.adapters import check_adapter_options
 from sdpo_scale.objective_options import check_objective_options, objective_of
 from sdpo_scale.objectives import Objective
@@ -30,6 +31,7 @@ from sdpo_scale.trl_options import (
     check_values,
     leave_to_model_config,
     pairs_per_step,
+    take_auto,
 )
 
 __all__ = ["SDPOConfig", "nearest"]
@@ -124,9 +126,17 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
     given."""
 
     train_batch_size: int = field(default=None)  # type: ignore[assignment]
-    """Pairs per optimizer step over all ranks, 32 if not given. Never changes with hardware."""
+    """Pairs per optimizer step over all ranks, 32 if not given. A number never changes with
+    hardware. ``auto`` fills the M micro-batches of each rank that a dense step of 32 pairs needs:
+    M × ranks × ⌊0.95 · max_tokens / (kept · mean tokens of a pair)⌋, at most all pairs. kept is
+    ``keep_fraction`` where the backward has packs of its own (``branch_execution: two_pass``), else
+    1: a pack that keeps all of its pairs must fit. The learning rate stays as it is."""
     max_tokens: int = field(default=8192)
-    """Most tokens of one micro-batch. Changes speed and memory, never the result."""
+    """Most tokens of one micro-batch. Changes speed and memory, never the result. ``auto``: what
+    ``sdpo-scale tune`` has measured for this run and left in ``output_dir``, or is measured first;
+    under FSDP2 and ZeRO the former."""
+    memory_budget: float | str = field(default=0.9)
+    """What ``max_tokens: auto`` may use: a share of the GPU's memory, or a size such as 60GiB."""
 
     gradient_reduction: str = field(default="micro_batch")
     """When FSDP2 sums gradients over ranks: after each ``micro_batch``, into shards, or after the
@@ -201,6 +211,8 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
             self.activation_checkpointing = self.gradient_checkpointing
             self.gradient_checkpointing = None
         self.loss_type = _one_loss(self.loss_type)
+        self.is_auto = take_auto(self)
+        check_budget(self.memory_budget)
         check_values(self)
         check_objective_options(self)
         self._check_data_options()
@@ -305,7 +317,8 @@ class SDPOConfig(TRLOptions, TrainingArguments):  # type: ignore[misc]  # other 
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if self.score_max_tokens is not None and self.score_max_tokens < self.max_tokens:
+        most = 0 if "max_tokens" in self.is_auto else self.max_tokens
+        if self.score_max_tokens is not None and self.score_max_tokens < most:
             raise ValueError(
                 f"score_max_tokens is {self.score_max_tokens}, less than max_tokens "
                 f"({self.max_tokens}): without gradient at least as much fits"

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.pairs import PairDataset
 from sdpo_scale.data.preference import PreparationReport
+from sdpo_scale.memory.budget import check_budget
 from sdpo_scale.modeling.adapted import is_adapted, prepare_checkpointing
 from sdpo_scale.modeling.adapters import (
     Adapter,
@@ -138,6 +139,8 @@ def prepare_inputs(
         ValueError: an option or a model that cannot be used, naming it.
         DataError: an unusable row, naming file, row and column.
     """
+    is_measured = "max_tokens" in args.is_auto and loads_weights
+    check_budget(args.memory_budget, needs_size=is_measured and args.device.type == "cpu")
     model = _required(model, args.model, option="model")
     train_dataset = _required(train_dataset, args.train_dataset, option="train_dataset")
     eval_dataset = eval_dataset if eval_dataset is not None else args.eval_dataset
@@ -264,7 +267,7 @@ def _check_against_model(
             f"{report.max_token_id + 1} embedding rows, the model has {config.vocab_size}; "
             "tokenizer and model do not belong together"
         )
-    if report.longest_pair > args.max_tokens:
+    if "max_tokens" not in args.is_auto and report.longest_pair > args.max_tokens:
         raise ValueError(
             f"{part} data, {report.longest_pair_row}: the pair has {report.longest_pair} tokens "
             f"(prompt + both responses), max_tokens is {args.max_tokens}; both responses of a pair "

@@ -13,7 +13,7 @@ import yaml
 from sdpo_scale import demo
 from sdpo_scale.config import SDPOConfig, nearest
 from sdpo_scale.memory.architectures import ARCHITECTURES
-from sdpo_scale.trl_options import REMOVED
+from sdpo_scale.trl_options import AUTO, REMOVED
 
 __all__ = ["ALIASES", "parse_yaml", "read_config", "read_options"]
 
@@ -137,6 +137,8 @@ def _checked_value(name: str, value: Any, *, annotation: Any) -> Any:
     Raises:
         ValueError: names the option and the value that does not have its type.
     """
+    if value == "auto" and name in AUTO:
+        return value
     is_union = isinstance(annotation, types.UnionType)
     accepted = typing.get_args(annotation) if is_union else (annotation,)
     if not all(isinstance(t, type) and t in (bool, int, float, str, type(None)) for t in accepted):

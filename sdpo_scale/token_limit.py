@@ -10,11 +10,21 @@ reads it.
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["TokenLimit"]
+__all__ = ["TokenLimit", "write_json"]
 
 logger = logging.getLogger(__name__)
+
+
+def write_json(path: Path, contents: Mapping[str, Any]) -> None:
+    """Replaces a file, which is complete or absent at any time; any rank may be the one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(contents, indent=1) + "\n", "utf-8")
+    aside.replace(path)
 
 
 class TokenLimit:
@@ -46,8 +56,8 @@ class TokenLimit:
                 )
         self._configured = configured
 
-    def lower(self, error: Exception, *, step: int) -> int:
-        """The limit to repeat a step with.
+    def lower(self, error: Exception, *, step: int) -> None:
+        """Halves the limit, to repeat a step with it.
 
         Args:
             error: why it failed.
@@ -64,7 +74,7 @@ class TokenLimit:
                 f"{where}, and the longest pair has {self._longest}: lower max_length, or shard "
                 f"the model over more ranks ({reason})"
             ) from error
-        self._write(smaller)
+        write_json(self._path, {"max_tokens": smaller, "configured": self._configured})
         if self._world_size > 1:
             raise MemoryError(
                 f"{where} ({reason}); {self._path} makes the next start take {smaller}, which "
@@ -72,11 +82,3 @@ class TokenLimit:
             ) from error
         logger.warning("%s (%s): repeated with %d, which changes no result", where, reason, smaller)
         self.max_tokens = smaller
-        return smaller
-
-    def _write(self, smaller: int) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._path.with_name(f".{self.NAME}.{os.getpid()}")  # any rank may be the one
-        contents = {"max_tokens": smaller, "configured": self._configured}
-        aside.write_text(json.dumps(contents) + "\n", "utf-8")
-        aside.replace(self._path)

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +26,13 @@ from sdpo_scale.callbacks import (
     StepLog,
     StopSignal,
     peak_memory_bytes,
+    will_log,
 )
 from sdpo_scale.card import write_model_card
 from sdpo_scale.checkpoints import Checkpoints, restore_history, saving_in
 from sdpo_scale.checks import AdapterCheck, check_first_step, check_packed_pair
 from sdpo_scale.config import SDPOConfig
 from sdpo_scale.data.loader import StepPairs
-from sdpo_scale.data.pairs import Pair
 from sdpo_scale.draws import PruningHistory, StepDraw
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.modeling.activation_checkpointing import PrunedRecompute
@@ -48,6 +47,7 @@ from sdpo_scale.sharding import Sharding
 from sdpo_scale.step import StepOptions, run_step
 from sdpo_scale.token_limit import TokenLimit
 from sdpo_scale.trl_options import PER_DEVICE, check_arguments, take_quantization
+from sdpo_scale.tuning import Tuner
 
 __all__ = ["SDPOTrainer"]
 
@@ -73,6 +73,7 @@ class SDPOTrainer(Trainer):
 
     args: SDPOConfig
     model: PreTrainedModel
+    only_tunes = False  # what `sdpo-scale tune` runs sets it: ``auto`` is not looked up
 
     def __init__(  # noqa: PLR0913  # TRL's
         self,
@@ -141,36 +142,38 @@ class SDPOTrainer(Trainer):
         self._sharding = Sharding(self.accelerator, reduction=args.gradient_reduction)
         self._sharding.share_buffers(self.model)
         self._reference = Reference(inputs, args, self._sharding)
-        options = inputs.fingerprints(args)
-        self._sharding.check_same(options)
+        self._sharding.check_same(inputs.fingerprints(args))
+        self._pruning = args.pruning_options
+        execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
+        self._recompute = PrunedRecompute.bind(self.model) if execution == "checkpoint" else None
+        self._options = StepOptions(
+            objective=args.objective,
+            beta=args.beta,
+            label_smoothing=args.label_smoothing,
+            max_tokens=args.max_tokens,  # as ``run_pairs`` is told, or the limit
+            recomputes=bool(args.activation_checkpointing) or execution == "checkpoint",
+            hidden_size=self.model.config.hidden_size,
+            device=args.device,
+        )
+        self.tuner = Tuner(args, inputs, self._sharding, run=self.run_pairs)
+        if not self.only_tunes:
+            self.tuner.complete(self.model)
         self._checkpoints = Checkpoints(
             args.output_path,
             ranks=self._sharding.ranks,
             keep=args.save_total_limit,
-            options={**options, "sharding": self._sharding.name},
+            options={**inputs.fingerprints(args), "sharding": self._sharding.name},
         )
         self.stop_signal = StopSignal(self._sharding.ranks, args.device)
         self.add_callback(self.stop_signal)
         if inputs.adapter is not None:
             self.add_callback(AdapterCheck(self._sharding.ranks.sum))
         self.add_callback(PhaseNames())
-        self._pruning = args.pruning_options
-        execution = self._pruning.execution(recomputes=bool(args.activation_checkpointing))
         self._limit = TokenLimit(
             args.output_path,
             configured=args.max_tokens,
             longest=int(inputs.train.lengths.sum(axis=1).max()),
             world_size=self._sharding.ranks.world_size,
-        )
-        self._options = StepOptions(
-            objective=args.objective,
-            beta=args.beta,
-            label_smoothing=args.label_smoothing,
-            max_tokens=self._limit.max_tokens,
-            score_max_tokens=args.score_max_tokens or 2 * args.max_tokens,
-            recomputes=bool(args.activation_checkpointing) or execution == "checkpoint",
-            hidden_size=self.model.config.hidden_size,
-            device=args.device,
         )
         self.step_log = StepLog(
             beta=args.beta,
@@ -182,10 +185,8 @@ class SDPOTrainer(Trainer):
         self._history = PruningHistory()
         if self._pruning.is_active:
             logger.info("pruning: %s (%s)", args.pruning, execution)
-        self._recompute = PrunedRecompute.bind(self.model) if execution == "checkpoint" else None
         self._pairs = RunPairs(inputs, args)
-        self._only_scores = False
-        self._is_rehearsed = False
+        self._only_scores = self._is_rehearsed = False
 
     def score(self) -> dict[str, int]:
         """Fills the reference cache for the pairs of the run, with the model as it is now.
@@ -285,7 +286,11 @@ class SDPOTrainer(Trainer):
             self._history.observe(result.observations)
         if is_first_update and self.inputs.starts_at_reference(self.args):
             check_first_step(result.metrics, options=self._options, dtype=self._dtype)
-        self._account(inputs[0], result, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.step_log.add(result, device=self.args.device, seconds=seconds)
+        self.state.num_input_tokens_seen += sum(
+            2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in inputs[0]
+        )
         return torch.tensor(result.metrics.loss, device=self.args.device)
 
     def evaluation_loop(
@@ -387,13 +392,19 @@ class SDPOTrainer(Trainer):
         with_statistics: bool = False,
         draw: StepDraw | None = None,
         ranks: Ranks | None = None,
+        max_tokens: int | None = None,
     ) -> StepResult:
         """A step whose gradient is multiplied by ``weight``: 0 is no step, None evaluates only."""
         pairs, reference = inputs
         return run_step(
             pairs,
             reference,
-            options=replace(self._options, with_statistics=with_statistics),
+            options=replace(
+                self._options,
+                with_statistics=with_statistics,
+                max_tokens=max_tokens or self._limit.max_tokens,
+                score_max_tokens=self.args.score_max_tokens or 2 * self.args.max_tokens,
+            ),
             forward=partial(self._forward, model, updates=bool(weight)),
             backward=partial(self._backward, model, weight) if weight is not None else None,
             draw=draw,
@@ -406,17 +417,17 @@ class SDPOTrainer(Trainer):
         while True:
             try:
                 if inputs is None:
-                    longest = self._pairs.fullest_pack(self._options.max_tokens)
+                    longest = self._pairs.fullest_pack(self._limit.max_tokens)
                     # weight 0, since not every backend can take gradients back; the same on each
                     return self.run_pairs(
                         model, longest, weight=0.0, with_statistics=True, ranks=Ranks()
                     )
-                run = partial(self.run_pairs, model, inputs, with_statistics=self._will_log())
+                logs = will_log(self.args, self.state)
+                run = partial(self.run_pairs, model, inputs, with_statistics=logs)
                 return run(weight=1.0, draw=self.step_draw())
             except torch.OutOfMemoryError as error:
-                max_tokens = self._limit.lower(error, step=self.state.global_step + 1)
+                self._limit.lower(error, step=self.state.global_step + 1)
             model.zero_grad()  # outside of the handler, whose traceback holds the step's tensors
-            self._options = replace(self._options, max_tokens=max_tokens)
 
     def _forward(
         self,
@@ -473,12 +484,6 @@ class SDPOTrainer(Trainer):
             peak_memory_bytes(self.args.device) / 2**30,
         )
 
-    def _account(self, pairs: Sequence[Pair], result: StepResult, *, seconds: float) -> None:
-        self.step_log.add(result, device=self.args.device, seconds=seconds)
-        self.state.num_input_tokens_seen += sum(
-            2 * len(p.prompt_ids) + len(p.chosen_ids) + len(p.rejected_ids) for p in pairs
-        )
-
     def step_draw(self) -> StepDraw | None:
         """The chance of the step that comes next; None if nothing is pruned."""
         if not self._pruning.is_active:
@@ -489,10 +494,3 @@ class SDPOTrainer(Trainer):
             seed=self.args.seed,
             step=self.state.global_step,
         )
-
-    def _will_log(self) -> bool:
-        step = self.state.global_step + 1
-        if self.args.logging_strategy != "steps":
-            return True
-        is_first = step == 1 and self.args.logging_first_step
-        return is_first or step % self.state.logging_steps == 0

@@ -22,6 +22,8 @@ from transformers import BitsAndBytesConfig, TrainingArguments
 from sdpo_scale.modeling.adapters import check_adapter_options
 
 __all__ = [
+    "AUTO",
+    "DEFAULT_PAIRS",
     "IN_MODEL_CONFIG",
     "PER_DEVICE",
     "REMOVED",
@@ -31,6 +33,7 @@ __all__ = [
     "leave_to_model_config",
     "pairs_per_step",
     "refusal",
+    "take_auto",
     "take_quantization",
     "with_pairs_per_step",
     "without_effect",
@@ -38,7 +41,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_PAIRS = 32
+AUTO = ("max_tokens", "train_batch_size")
+"""Numbers that may be ``auto``."""
+DEFAULT_PAIRS = 32
 PER_DEVICE = 8
 """Pairs for each device where TRL and transformers are not told."""
 
@@ -243,7 +248,7 @@ def pairs_per_step(
         ValueError: both are given and contradict each other.
     """
     if per_device is None and accumulation is None:
-        return _DEFAULT_PAIRS if train_batch_size is None else train_batch_size
+        return DEFAULT_PAIRS if train_batch_size is None else train_batch_size
     each, times = per_device or PER_DEVICE, accumulation or 1
     product = each * times * ranks
     text = (
@@ -257,6 +262,23 @@ def pairs_per_step(
         )
     logger.info("train_batch_size = %d pairs per optimizer step: %s", product, text)
     return product
+
+
+def take_auto(options: Any) -> frozenset[str]:
+    """Which of an ``SDPOConfig``'s numbers are ``auto``; defaults stand for them from here on.
+
+    Raises:
+        ValueError: a word that is not ``auto``, or sizes per device beside it.
+    """
+    given = {name: v for name in AUTO if isinstance(v := getattr(options, name), str)}
+    for name, value in given.items():
+        if value != "auto":
+            raise ValueError(f"{name} {value!r} is neither a number nor auto")
+        setattr(options, name, type(options).__dataclass_fields__[name].default)
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if "train_batch_size" in given and getattr(options, name) is not None:
+            raise ValueError(f"train_batch_size is auto, but {name} is given: drop one of them")
+    return frozenset(given)
 
 
 def with_pairs_per_step(options: Mapping[str, Any], *, ranks: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ Units: bytes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "OPTIMIZER_BYTES",
@@ -25,6 +26,7 @@ __all__ = [
     "Working",
     "footprint",
     "grown",
+    "optimizer_kind",
 ]
 
 OPTIMIZER_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.1, "sgd": 0.0}
@@ -41,6 +43,15 @@ _RESERVE = 0.05
 """Of all else: what the caching allocator cannot use, with expandable segments."""
 _ZERO_BUCKETS = 2 * 5 * 10**8
 """DeepSpeed's ``reduce_bucket_size`` and ``allgather_bucket_size`` or prefetch bucket, elements."""
+
+
+def optimizer_kind(name: Any) -> str:
+    """Of ``OPTIMIZER_BYTES``, what an ``optim`` of transformers is like."""
+    text = str(getattr(name, "value", name))
+    if "8bit" in text:
+        return "adamw_8bit"
+    found = [known for known in OPTIMIZER_BYTES if text.startswith(known)]
+    return found[0] if found else "adamw"
 
 
 @dataclass(frozen=True, slots=True)

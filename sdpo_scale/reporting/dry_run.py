@@ -138,4 +138,5 @@ def _plan(inputs: RunInputs, args: SDPOConfig, *, world_size: int) -> dict[str, 
         "balance": float(np.mean(balances)),
         "worst_balance": float(max(balances)),
         "pruning": args.pruning,
+        **{f"{name} (auto), assumed": getattr(args, name) for name in sorted(args.is_auto)},
     }

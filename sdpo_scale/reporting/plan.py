@@ -18,32 +18,16 @@ from transformers import AutoConfig
 
 from sdpo_scale.inputs import prepare_inputs
 from sdpo_scale.memory.architectures import ARCHITECTURES
+from sdpo_scale.memory.budget import parse_bytes
 from sdpo_scale.pruning import PRESETS
 from sdpo_scale.reporting.dry_run import config_without_devices
 from sdpo_scale.reporting.planner import Machine, Planner
 
-__all__ = ["parse_bytes", "plan", "planner_of", "show"]
+__all__ = ["plan", "planner_of", "show"]
 
 GiB = 2**30
-_UNITS = {"GIB": GiB, "GB": 10**9, "MIB": 2**20, "MB": 10**6}
 _ASSUMED = (512, 256, 256)
 """Tokens of prompt, chosen and rejected where no data is at hand."""
-
-
-def parse_bytes(text: str) -> int:
-    """``80GiB``, ``80GB`` or ``512MiB`` as bytes.
-
-    Raises:
-        ValueError: no number with one of these units.
-    """
-    for unit, size in _UNITS.items():
-        number = text.upper().removesuffix(unit)
-        if number != text.upper():
-            try:
-                return int(float(number) * size)
-            except ValueError:
-                break
-    raise ValueError(f"--gpu-memory {text!r} is no size: write 80GiB, 80GB or 512MiB")
 
 
 def plan(
@@ -73,7 +57,7 @@ def plan(
     machine = Machine.of(
         options,
         world_size=world_size,
-        memory=parse_bytes(gpu_memory),
+        memory=parse_bytes(gpu_memory, option="--gpu-memory"),
         sharding=sharding or "",
     )
     planner = planner_of(options, machine)

@@ -19,7 +19,6 @@ from sdpo_scale.config import SDPOConfig
 from sdpo_scale.inputs import RunInputs
 from sdpo_scale.memory.budget import largest_tokens
 from sdpo_scale.memory.footprint import (
-    OPTIMIZER_BYTES,
     SHARDINGS,
     Footprint,
     Line,
@@ -27,6 +26,7 @@ from sdpo_scale.memory.footprint import (
     Working,
     footprint,
     grown,
+    optimizer_kind,
 )
 from sdpo_scale.memory.simulation import Execution, PackShape, simulate_peaks, with_depth
 from sdpo_scale.modeling.loading import empty_model
@@ -192,7 +192,7 @@ class Planner:
             sharding=self.machine.sharding,
             world_size=self.machine.world_size,
             states=States(
-                optimizer=_optimizer(self.args.optim),
+                optimizer=optimizer_kind(self.args.optim),
                 parameter_bytes=element,
                 gradient_bytes=element,
             ),
@@ -340,12 +340,3 @@ class _Curve:
         """Tokens of the pack that comes closest."""
         each = sum(self.planner.pair)
         return max(1, round(tokens / each)) * each
-
-
-def _optimizer(name: Any) -> str:
-    """Of ``OPTIMIZER_BYTES``, what an ``optim`` of transformers is like."""
-    text = str(getattr(name, "value", name))
-    if "8bit" in text:
-        return "adamw_8bit"
-    found = [known for known in OPTIMIZER_BYTES if text.startswith(known)]
-    return found[0] if found else "adamw"

@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> None:
     _run_out_of_memory_at(int(os.environ.get("OUT_OF_MEMORY_AT", "0")))
     called = _record_collectives() if "COLLECTIVES" in os.environ else []
     for path in paths:
+        if "TUNES" in os.environ:
+            _tune(os.environ["TUNES"], read_arguments(backend, path))
         args = read_arguments(backend, path)
         trainer = SDPOTrainer(args=args)
         if int(os.environ.get("STOP_AT", "0")):
@@ -65,6 +67,14 @@ def read_arguments(backend: str, path: str) -> Any:
         _ = args.device
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU
     return args
+
+
+def _tune(path: str, args: Any) -> None:
+    """Measures first, and writes what this rank has found."""
+    from sdpo_scale.reporting.tune import tune
+
+    with open(f"{path}.{os.environ['RANK']}", "w") as file:
+        json.dump(tune(args), file)
 
 
 def _stop_after(step: int) -> Any:

@@ -75,7 +75,7 @@ def test_DST_07_MEM_a_failed_micro_batch_changes_no_number(
         assert relative_error(weights[0], weights[1]) < 1e-4
     again = make(files, tmp_path / "hit")
     assert "max_tokens is 100, not 200: an earlier start ran out of memory" in caplog.text
-    assert again._options.max_tokens == 100
+    assert again._limit.max_tokens == 100
 
 
 def test_one_pair_that_does_not_fit_alone_ends_the_run_with_what_to_do(

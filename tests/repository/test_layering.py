@@ -32,10 +32,10 @@ FLOORS = (
      "inputs",
      "card", "weighting", "record", "sharding", "references", "step", "checks", "callbacks",
      "checkpoints", "scoring",
-     "token_limit", "trainer"),
+     "token_limit", "tuning", "trainer"),
     # 5: evidence and commands
     ("reporting.bench", "reporting.verify", "reporting.report", "reporting.planner",
-     "reporting.dry_run", "reporting.plan",
+     "reporting.dry_run", "reporting.plan", "reporting.tune",
      "reporting.check_data", "convert", "cli",
      "__main__"),
 )
@@ -43,7 +43,7 @@ FLOORS = (
 ORDER = [module for floor in FLOORS for module in floor]
 # Besides the standard library; floors above import what they need.
 THIRD_PARTY = {0: {"torch", "numpy"}, 1: {"numpy"}, 2: {"torch", "numpy", "transformers"}}
-MAY_IMPORT_TRAINER = {"cli", "reporting.bench", "reporting.verify"}
+MAY_IMPORT_TRAINER = {"cli", "reporting.bench", "reporting.verify", "reporting.tune"}
 
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "sdpo_scale").rglob("*.py"))
 BUDGETS = {"sdpo_scale/trainer.py": 500}
-FILE_BUDGET, PACKAGE_BUDGET, README_BUDGET, PUBLIC_NAMES = 400, 14000, 320, 6
+FILE_BUDGET, PACKAGE_BUDGET, README_BUDGET, PUBLIC_NAMES = 400, 14500, 320, 6
 
 
 def name_of(path: Path) -> str:
