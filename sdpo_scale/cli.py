@@ -8,7 +8,7 @@
     sdpo-scale check-data CONFIG [--rows N] [--field value ...] [--json]
                                                             rows, lengths, duplicates, decoded pairs
     sdpo-scale plan CONFIG|llama-3-70b [--gpu-memory 80GiB] [--world-size N] [--sharding KIND]
-                    [--simulate] [--json]                   peak memory, and the most that fits
+                    [--simulate] [--plot FILE.png] [--json] peak memory, and the most that fits
     sdpo-scale tune CONFIG [--memory-budget 0.9|60GiB] [--field value ...] [--json]
                                                             measure what max_tokens: auto takes
     sdpo-scale convert-trl SOURCE [--output FILE] [--json]  TRL's YAML or command line as a config
@@ -164,6 +164,7 @@ def _add_plan(commands: Any) -> None:
     command.add_argument(
         "--simulate", action="store_true", help="take the whole model through a step as well"
     )
+    command.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the peaks")
     command.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -211,15 +212,20 @@ def _run(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:
     from sdpo_scale.options import read_options
-    from sdpo_scale.reporting.plan import plan
+    from sdpo_scale.reporting.plan import check_plot, plan, plot
 
-    return plan(
+    if options.plot is not None:
+        check_plot(options.plot)
+    result = plan(
         read_options(options.config, fields),
         gpu_memory=options.gpu_memory,
         world_size=options.world_size,
         sharding=options.sharding,
         simulates=options.simulate,
     )
+    if options.plot is not None:
+        plot(result, options.plot)
+    return result
 
 
 def _convert(options: argparse.Namespace, fields: Sequence[str]) -> dict[str, Any]:

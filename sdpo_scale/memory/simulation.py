@@ -157,9 +157,8 @@ def simulate_peaks(
 ) -> tuple[int, ...]:
     """Most bytes that live in a micro-batch beyond parameters and their gradients.
 
-    In four phases, in each of which the peak is a straight line in the number of layers: forward
-    and head; backward of the last two layers, when all the others' inputs are there; backward of
-    the other layers; backward of the embedding.
+    In three phases, in each of which the peak is a straight line in the number of layers: forward
+    and head; backward of all layers but the first; backward of the first and of the embedding.
 
     Args:
         config: of a supported family, with at least three layers.
@@ -179,7 +178,7 @@ def simulate_peaks(
             live.ignore(parameter)
             live.ignore(parameter.grad)
         layers = _layers(model)
-        for module in (model.get_output_embeddings(), layers[-2], layers[0]):
+        for module in (model.get_output_embeddings(), layers[1]):
             module.register_forward_pre_hook(
                 lambda _module, args: _on_gradient(args[0], lambda: peaks.append(live.restart()))
             )

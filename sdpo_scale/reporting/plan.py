@@ -8,10 +8,13 @@ pass without gradient scores the step and only what was kept is packed for the b
 counts with the share of tokens that it keeps at most: ``exact-budget`` may keep all of them.
 """
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
@@ -23,7 +26,7 @@ from sdpo_scale.pruning import PRESETS
 from sdpo_scale.reporting.dry_run import config_without_devices
 from sdpo_scale.reporting.planner import Machine, Planner
 
-__all__ = ["plan", "planner_of", "show"]
+__all__ = ["check_plot", "plan", "planner_of", "plot", "show"]
 
 GiB = 2**30
 _ASSUMED = (512, 256, 256)
@@ -135,7 +138,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         highlight=False,
     )
     table = Table()
-    for name in ("variant", "peak GiB", "largest max_tokens", "pairs", "pairs × GPUs"):
+    for name in ("variant", "peak GiB", "max_tokens", "pairs", "× GPUs"):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for variant in result["variants"]:
         table.add_row(
@@ -159,13 +162,51 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
 
 
+def check_plot(path: Path) -> None:
+    """Checks that a plot can be made, before what it shows is computed.
+
+    Raises:
+        ValueError: matplotlib is missing, or the file cannot be written there or in this form.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'sdpo-scale[plot]'")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {str(path)!r} must end with .png, .svg or .pdf")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot {str(path)!r}: there is no folder {str(path.parent)!r}")
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Writes the peaks of all variants as stacked bars, and the GPU's memory as a line."""
+    from matplotlib.figure import Figure
+
+    variants, machine = result["variants"], result["machine"]
+    names = [variant["name"] for variant in variants]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    left = np.zeros(len(variants))
+    for part in variants[0]["bytes"]:
+        sizes = np.array([variant["bytes"][part] / GiB for variant in variants])
+        if sizes.any():
+            axes.barh(names, sizes, left=left, label=part.replace("_", " "))
+            left += sizes
+    axes.axvline(machine["memory"] / GiB, color="black", linestyle="--", label="GPU memory")
+    axes.invert_yaxis()
+    axes.set_xlabel(f"GiB of a rank at max_tokens {result['max_tokens']}")
+    axes.set_title(
+        f"{result['model']['name']} on {machine['world_size']} GPUs, {machine['sharding']}"
+    )
+    figure.legend(loc="outside right upper")
+    figure.savefig(path)
+
+
 def _show_bar(variant: Mapping[str, Any], console: Console) -> None:
     """Categories of the peak with bars that add up to the whole."""
     console.print(f"{variant['name']}:")
     start = 0.0
     for name, size in variant["bytes"].items():
         if size > 0:
-            width = 50 * size / variant["total_bytes"]
+            width = 47 * size / variant["total_bytes"]
             left, right = round(start), max(round(start + width), round(start) + 1)
             bar = " " * left + "█" * (right - left)
             console.print(

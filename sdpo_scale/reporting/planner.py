@@ -37,6 +37,8 @@ __all__ = ["Machine", "Planner", "sharding_of"]
 GiB = 2**30
 _DEPTHS = (3, 4)
 """The smallest that a peak is simulated at; tests compare with deeper models."""
+_LARGEST = 32768
+"""Tokens of a simulated pack; peaks of larger ones are on the line through two of up to as many."""
 _NOTHING = (Line(0.0, 0.0),)
 
 
@@ -147,7 +149,7 @@ class Planner:
         now = curve.footprint(self.args.max_tokens)
         most = curve.largest()
         pairs = most // sum(self.pair)
-        executed = math.floor(pairs * in_packs / kept)
+        executed = pairs if in_packs == kept else math.floor(pairs / kept)
         per_step = self.args.train_batch_size / self.machine.world_size
         return {
             "name": name,
@@ -289,16 +291,17 @@ class _Curve:
         return self.planner.total_of(self._working(self._fitted(tokens)))
 
     def largest(self) -> int:
-        """The most tokens that fit: simulated nearby, then on the line between what is nearest."""
+        """The most tokens that fit: simulated nearby, then on the line through what is nearest."""
         memory = self.planner.machine.memory
         now = self._fitted(self.planner.args.max_tokens)
+        limit = max(_LARGEST, 2 * now)
         resting = self.planner.total_of(_NOTHING).total
         share = (memory - resting) / (self.footprint(now).total - resting)
-        nearby = self._fitted(int(now * min(max(share, 0.0), 100.0)))
+        nearby = self._fitted(min(int(now * max(share, 0.0)), limit))
         self._working(nearby if nearby != now else self._fitted(2 * now))
         most = self._most()
         if most >= sum(self.planner.pair):
-            self._working(self._fitted(most))
+            self._working(self._fitted(min(most, limit)))
             most = self._most()
         return most
 

@@ -14,7 +14,7 @@ from sdpo_scale.memory.architectures import ARCHITECTURES
 from sdpo_scale.modeling.loading import empty_model
 from sdpo_scale.options import read_options
 from sdpo_scale.reporting.plan import plan as make_plan
-from sdpo_scale.reporting.plan import planner_of
+from sdpo_scale.reporting.plan import planner_of, plot
 from sdpo_scale.reporting.planner import Machine
 from tests.helpers.runs import options, save_model, text_rows, write_rows
 
@@ -76,11 +76,12 @@ def test_what_fits_grows_with_checkpointing_and_with_pruning(planned: dict[str, 
 def test_the_largest_size_is_the_largest(planned: dict[str, Any]):
     machine = Machine(memory=24 * 2**30, world_size=8, sharding="FSDP2")
     planner = planner_of(read_options(SMALL), machine)
-    for name, kept in (("checkpointing", 1.0), ("memory, checkpointing", 0.5)):
+    # the margin for packs that keep more than the mean is that of the largest simulated pack
+    for name, kept, more in (("checkpointing", 1.0, 1.02), ("memory, checkpointing", 0.5, 1.08)):
         most = row(planned, name)["largest_max_tokens"]
         curve = planner.curve("pruned", kept)
         assert curve.footprint(int(0.98 * most)).total <= machine.memory
-        assert curve.footprint(int(1.02 * most)).total > machine.memory
+        assert curve.footprint(int(more * most)).total > machine.memory
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -131,9 +132,16 @@ def test_a_model_that_fits_nowhere_is_said_what_to_do(capsys: pytest.CaptureFixt
     assert all(variant["largest_max_tokens"] == 0 for variant in result["variants"])
 
 
+def test_a_plot_is_written(planned: dict[str, Any], tmp_path: Path):
+    plot(planned, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--plot", "plan.bmp"), "--plot 'plan.bmp' must end with .png"),
+        (("--plot", "nowhere/plan.png"), "--plot 'nowhere/plan.png': there is no folder 'nowhere'"),
         (("--gpu-memory", "80"), "--gpu-memory '80' is no size: write 80GiB"),
         (("--gpu-memory", "manyGiB"), "--gpu-memory 'manyGiB' is no size"),
         (("--world-size", "0"), "--world-size must be at least 1, got 0"),
