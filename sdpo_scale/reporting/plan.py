@@ -3,13 +3,15 @@
 A row for each variant: activation checkpointing on or off, pruning presets. ``--simulate`` takes
 the whole model through a micro-batch as well; ``planner.py`` says how the rest is predicted.
 
-Pruning saves memory where checkpointed layers recompute kept rows only; without checkpointing, a
-pass without gradient scores the step and only what was kept is packed for the backward. A preset
-counts with the share of tokens that it keeps at most: ``exact-budget`` may keep all of them.
+What pruning saves: in two passes, a step is scored without gradient and only what was kept is
+packed for the backward, so as many micro-batches hold more pairs. In one pass with checkpointing,
+layers recompute kept rows only, which lowers the usual peak; but any pack may keep all of its
+pairs, and in the first step each does, so no larger ones are promised. ``exact-budget`` may keep
+everything.
 """
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,7 @@ def plan(
         sharding=sharding or "",
     )
     planner = planner_of(options, machine)
-    variants = [planner.variant(*given) for given in _variants()]
+    variants = list(_variants(planner))
     warnings = planner.warnings(variants)
     if simulates:
         variants[1]["simulated_bytes"] = planner.simulated(planner.args.max_tokens).total
@@ -83,19 +85,19 @@ def plan(
     }
 
 
-def _variants() -> list[tuple[str, str, float]]:
-    """Name, checkpointing and share of tokens in the backward."""
+def _variants(planner: Planner) -> Iterator[dict[str, Any]]:
+    yield planner.variant("no checkpointing", "off")
+    yield planner.variant("checkpointing", "pruned")
     kept = {
         name: float(fields.get("keep_fraction", 1.0))
         for name, fields in PRESETS.items()
         if name != "off"
     }
-    return [
-        ("no checkpointing", "off", 1.0),
-        ("checkpointing", "pruned", 1.0),
-        *((f"{name}, checkpointing", "pruned", share) for name, share in kept.items()),
-        *((f"{name}, two passes", "off", share) for name, share in kept.items() if share < 1),
-    ]
+    for name, share in kept.items():
+        yield planner.variant(f"{name}, checkpointing", "pruned", share)
+    for name, share in kept.items():
+        if share < 1:
+            yield planner.variant(f"{name}, two passes", "pruned", share, passes=2)
 
 
 def planner_of(options: Mapping[str, Any], machine: Machine) -> Planner:
@@ -133,17 +135,19 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     console.print(
         f"{model['name']}: {model['parameters'] / 1e9:.2f}B parameters, {model['layers']} layers; "
         f"{machine['world_size']} × {machine['memory'] / GiB:.1f} GiB, {machine['sharding']}\n"
-        f"pairs of {pairs['prompt']} + {pairs['chosen']} + {pairs['rejected']} tokens; peak at "
-        f"max_tokens {result['max_tokens']}, and the most that fits",
+        f"pairs of {pairs['prompt']} + {pairs['chosen']} + {pairs['rejected']} tokens\n"
+        f"peak at max_tokens {result['max_tokens']}; the largest max_tokens that fits, its pairs,\n"
+        "and the pairs of a step with one such micro-batch on each GPU",
         highlight=False,
     )
     table = Table()
-    for name in ("variant", "peak GiB", "max_tokens", "pairs", "× GPUs"):
+    for name in ("variant", "peak GiB", "usual", "max_tokens", "pairs", "step"):
         table.add_column(name, justify="left" if name == "variant" else "right")
     for variant in result["variants"]:
         table.add_row(
             variant["name"],
             f"{variant['total_bytes'] / GiB:.1f}",
+            f"{variant['expected_bytes'] / GiB:.1f}",
             str(variant["largest_max_tokens"]),
             str(variant["pairs_per_micro_batch"]),
             str(variant["pairs_per_step_of_one_micro_batch"]),

@@ -111,7 +111,7 @@ class Planner:
     num_trained: int | None = None
     """Parameters with gradients; all if None."""
     num_parameters: int = 0
-    _curves: dict[tuple[str, float], "_Curve"] = field(default_factory=dict)
+    _curves: dict[str, "_Curve"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parameters = {id(p): p.numel() for p in empty_model(self.config).parameters()}
@@ -135,21 +135,23 @@ class Planner:
             num_trained=sum(trained.values()),
         )
 
-    def variant(self, name: str, checkpointing: str, kept: float) -> dict[str, Any]:
+    def variant(
+        self, name: str, checkpointing: str, kept: float = 1.0, *, passes: int = 1
+    ) -> dict[str, Any]:
         """One row of the table.
 
         Args:
             name: of the row.
             checkpointing: ``off`` or ``pruned``.
-            kept: expected share of a step's tokens in the backward. Without checkpointing they are
-                packed anew for a second pass, whose micro-batches are as large as dense ones.
+            kept: expected share of a step's tokens in the backward.
+            passes: 2 if what is kept is packed anew, into micro-batches as large as dense ones. In
+                one pass any pack may keep all of its pairs, and in the first step every one does.
         """
-        in_packs = kept if checkpointing == "pruned" else 1.0
-        curve = self.curve(checkpointing, in_packs)
+        curve = self.curve(checkpointing)
         now = curve.footprint(self.args.max_tokens)
         most = curve.largest()
         pairs = most // sum(self.pair)
-        executed = pairs if in_packs == kept else math.floor(pairs / kept)
+        in_step = math.floor(pairs / kept) if passes == 2 else pairs
         per_step = self.args.train_batch_size / self.machine.world_size
         return {
             "name": name,
@@ -157,30 +159,33 @@ class Planner:
             "kept": kept,
             "bytes": now.to_dict(),
             "total_bytes": now.total,
+            "expected_bytes": self._expected(checkpointing, kept if passes == 1 else 1.0),
             "fits": now.total <= self.machine.memory,
             "largest_max_tokens": most,
             "pairs_per_micro_batch": pairs,
-            "micro_batches_per_step": math.ceil(per_step / executed) if executed else None,
-            "pairs_per_step_of_one_micro_batch": executed * self.machine.world_size,
-            "flops_per_step": self._flops(checkpointing, kept),
+            "micro_batches_per_step": math.ceil(per_step / in_step) if in_step else None,
+            "pairs_per_step_of_one_micro_batch": in_step * self.machine.world_size,
+            "flops_per_step": self._flops(checkpointing, kept, passes=passes),
             "gathered_bytes_per_micro_batch": self._gathered(),
         }
 
     def own(self) -> Footprint:
         """Peak of a rank with the run's own options."""
-        pruning = self.args.pruning_options
         recomputes = bool(self.args.activation_checkpointing)
-        is_pruned = pruning.execution(recomputes=recomputes) == "checkpoint"
-        kept = pruning.keep_fraction if is_pruned and pruning.keep_fraction else 1.0
-        checkpointing = "pruned" if recomputes or is_pruned else "off"
-        return self.curve(checkpointing, kept).footprint(self.args.max_tokens)
+        is_pruned = self.args.pruning_options.execution(recomputes=recomputes) == "checkpoint"
+        curve = self.curve("pruned" if recomputes or is_pruned else "off")
+        return curve.footprint(self.args.max_tokens)
 
-    def curve(self, checkpointing: str, kept: float) -> "_Curve":
+    def _expected(self, checkpointing: str, kept: float) -> float:
+        """Peak of a pack that keeps what is expected, and two standard deviations more."""
+        curve = self.curve(checkpointing)
+        return (curve.pruned(kept) if kept < 1 else curve.footprint(self.args.max_tokens)).total
+
+    def curve(self, checkpointing: str) -> "_Curve":
         """The peak of a variant by tokens, simulated once however many presets share it."""
-        key = (checkpointing, kept)
-        if key not in self._curves:
-            self._curves[key] = _Curve(planner=self, checkpointing=checkpointing, kept=kept)
-        return self._curves[key]
+        if checkpointing not in self._curves:
+            self._curves[checkpointing] = _Curve(planner=self, checkpointing=checkpointing)
+        return self._curves[checkpointing]
 
     def total_of(self, working: Working) -> Footprint:
         """The footprint with a working set."""
@@ -202,7 +207,7 @@ class Planner:
 
     def simulated(self, tokens: int) -> Footprint:
         """Peak of a rank, with a micro-batch of the whole model."""
-        peaks = simulate_peaks(self.config, self.pack(tokens, 1.0), self.execution("pruned"))
+        peaks = simulate_peaks(self.config, self.pack(tokens), self.execution("pruned"))
         return self.total_of((Line(max(peaks), 0.0),))
 
     def warnings(self, variants: list[dict[str, Any]]) -> list[str]:
@@ -248,11 +253,11 @@ class Planner:
             chunk_bytes=CHUNK_BYTES["cuda"],
         )
 
-    def pack(self, tokens: int, kept: float) -> PackShape:
+    def pack(self, tokens: int, kept: float = 1.0) -> PackShape:
         """A pack of about so many tokens, with a share of its pairs in the backward.
 
-        Pairs are drawn over the whole step, so a pack may hold more of them than the share: two
-        standard deviations of independent draws are added, which systematic draws stay below.
+        Pairs are drawn one by one, so that a pack may hold more of them than the share: two
+        standard deviations of that are added.
         """
         count = max(1, round(tokens / sum(self.pair)))
         most = kept + 2 * math.sqrt(kept * (1 - kept) / count)
@@ -262,11 +267,14 @@ class Planner:
             lengths=(self.pair,) * count, kept=None if num_kept == count else tuple(rows)
         )
 
-    def _flops(self, checkpointing: str, kept: float) -> float:
+    def _flops(self, checkpointing: str, kept: float, *, passes: int) -> float:
         """Of matrix products with parameters, all ranks: 2 per parameter, token and pass."""
-        passes = 1 + (3 if checkpointing == "pruned" else 2) * kept
+        backward = (
+            3 if checkpointing == "pruned" else 2
+        )  # twice a forward; recomputation is one more
+        per_token = 1 + (backward + (passes == 2)) * kept
         tokens = self.args.train_batch_size * sum(self.pair)
-        return 2.0 * self.num_parameters * tokens * passes
+        return 2.0 * self.num_parameters * tokens * per_token
 
     def _gathered(self) -> float:
         """Bytes that a rank receives, parameters in 16 bits, for the forward and the backward."""
@@ -282,7 +290,6 @@ class _Curve:
 
     planner: Planner
     checkpointing: str
-    kept: float
     _known: dict[int, Working] = field(default_factory=dict)
     """Tokens of simulated packs → their working sets."""
 
@@ -314,28 +321,25 @@ class _Curve:
         line = grown(self._known[low], self._known[high], tokens=(low, high), to=tokens)
         return self.planner.total_of(line)
 
+    def pruned(self, kept: float) -> Footprint:
+        """Peak at ``max_tokens`` if a share is kept: layers store the inputs of all rows anyway."""
+        tokens = self._fitted(self.planner.args.max_tokens)
+        peaks = zip(self._peaks(tokens, _DEPTHS[0], kept), self._working(tokens), strict=True)
+        return self.planner.total_of(
+            tuple(Line(peak - _DEPTHS[0] * line.stored, line.stored) for peak, line in peaks)
+        )
+
     def _working(self, tokens: int) -> Working:
         if tokens not in self._known:
-            low = self._peaks(tokens, _DEPTHS[0])
-            if self.kept < 1:  # layers store the inputs of all rows, whatever is kept
-                slopes = self.planner.curve(self.checkpointing, 1.0).stored_per_token()
-                stored = [slope * tokens for slope in slopes]
-                lines = [Line(p - _DEPTHS[0] * s, s) for p, s in zip(low, stored, strict=True)]
-            else:
-                high = self._peaks(tokens, _DEPTHS[1])
-                lines = [Line.through(_DEPTHS, pair) for pair in zip(low, high, strict=True)]
+            low, high = (self._peaks(tokens, depth) for depth in _DEPTHS)
+            lines = (Line.through(_DEPTHS, peaks) for peaks in zip(low, high, strict=True))
             self._known[tokens] = tuple(lines)
         return self._known[tokens]
 
-    def stored_per_token(self) -> list[float]:
-        """Bytes that a layer keeps for each token of a pack, by phase."""
-        tokens = self._fitted(self.planner.args.max_tokens)
-        return [line.stored / tokens for line in self._working(tokens)]
-
-    def _peaks(self, tokens: int, depth: int) -> tuple[int, ...]:
+    def _peaks(self, tokens: int, depth: int, kept: float = 1.0) -> tuple[int, ...]:
         return simulate_peaks(
             with_depth(self.planner.config, depth),
-            self.planner.pack(tokens, self.kept),
+            self.planner.pack(tokens, kept),
             self.planner.execution(self.checkpointing),
         )
 
