@@ -24,11 +24,13 @@ def run() -> NoReturn:
 def _leave(codes: list[int]) -> None:
     """Ends a rank in the place of Python's finalization, which is all that is left to do.
 
-    PyTorch keeps the threads of a gloo group for as long as anything refers to it, a wrapped model
-    say, which is longer than ``destroy_process_group``. A thread in C++ that asks for Python's lock
-    during finalization is ended there, which aborts the process (-6) now and then, after everything
-    was saved, and a launcher starts the job again. Python 3.14 lets such threads wait for ever
-    (python/cpython#87135): this can go when it is the oldest that is supported.
+    A gloo group's threads live for as long as anything refers to it, a wrapped model say, whatever
+    ``destroy_process_group`` does. Such a thread lets go of a collective's tensor after those who
+    wait have gone on (``ProcessGroupGloo::runLoop``), and for a tensor that Python has known it
+    asks for Python's lock. Python before 3.14 ends a thread that does so during finalization, and
+    C++ ends the process for it: "terminate called without an active exception", exit code -6, after
+    everything was saved, and the launcher starts the job again. From Python 3.14 on the thread
+    waits for ever (python/cpython#87135): with that as the oldest supported this can go.
     """
     if not codes:  # arguments that cannot be parsed, say: nothing was started
         return

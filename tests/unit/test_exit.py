@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,60 @@ def test_what_ends_a_rank_otherwise_is_left_to_python(ending: str, code: int, sa
     done = run(ending, WORLD_SIZE="2")
     assert done.returncode == code
     assert said in done.stderr
+
+
+LATE_COLLECTIVE = """
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+import sdpo_scale.__main__ as command
+
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+is_freed = threading.Event()
+
+class Sleeps:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def __del__(self, begins=is_freed.set, sleep=time.sleep):
+        begins()
+        sleep(self.seconds)  # without Python's lock, which is asked for at the end
+
+def reduce():
+    tensor = torch.ones(3)
+    if rank == 0:
+        tensor.freed_slowly = Sleeps(0.5)
+    return dist.all_reduce(tensor, async_op=True)
+
+def main():
+    if rank == 1:
+        time.sleep(1)  # the other has let go of its tensor by now: gloo's thread frees it
+        reduce().wait()
+        time.sleep(2)
+        os._exit(0)
+    reduce()
+    assert is_freed.wait(30)
+    sys.kept = dist.group.WORLD, Sleeps(1)  # Python's finalization takes a second
+    return 0
+
+command.main = main
+command.run()
+"""
+
+
+@pytest.mark.distributed
+def test_a_collective_that_ends_during_a_ranks_end_does_not_abort_it(tmp_path: Path):
+    arguments = [sys.executable, "-c", LATE_COLLECTIVE]
+    ranks = [
+        subprocess.Popen(
+            [*arguments, str(rank), str(tmp_path / "rendezvous")],
+            env={**os.environ, "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    _, said = ranks[0].communicate(timeout=60)
+    ranks[1].communicate(timeout=60)
+    assert (ranks[0].returncode, said) == (0, "")
