@@ -29,7 +29,14 @@ LAYERS = {
 
 @pytest.mark.parametrize("backend", ["fsdp2", "zero3"])
 @pytest.mark.parametrize("family", LAYERS)
-def test_two_ranks_train_a_family_as_one_process_does(family: str, backend: str, tmp_path: Path):
+def test_SHD_06_two_ranks_train_a_family_as_one_process_does(
+    family: str, backend: str, tmp_path: Path
+):
+    """Of the experts, those that no token of a rank passes through are gathered like the others.
+
+    In the last step a rank has no pair: its only token passes through 2 of 4. A layer's experts are
+    stacked parameters of one module, so there is no module whose hooks a rank could leave out.
+    """
     changes: dict[str, Any] = {
         "model": str(save_model(tmp_path / "model", family=family)),
         "train_dataset": str(write_rows(tmp_path / "train.jsonl", text_rows(11))),

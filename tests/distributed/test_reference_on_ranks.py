@@ -82,7 +82,7 @@ def test_REF_07_scoring_before_training_leaves_the_sharding_as_it_is(files: Path
 
 
 @pytest.mark.parametrize("backend", SHARDED)
-def test_a_reference_apart_on_ranks_is_that_of_one_process(
+def test_SHD_04_a_reference_apart_on_ranks_is_that_of_one_process(
     backend: str, files: Path, tmp_path: Path
 ):
     one = tmp_path / "one"

@@ -45,6 +45,25 @@ def test_a_pruned_run_starts_at_margin_0_and_saves_what_it_trained(
     assert unmoved == []
 
 
+def test_SHD_10_layers_of_experts_are_recomputed_as_they_were_computed(tmp_path: Path):
+    model = save_model(tmp_path / "model", family="mixtral", use_cache=True)
+    changes = {
+        "model": model,
+        "train_dataset": write_rows(tmp_path / "train.jsonl", text_rows(8)),
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }
+    saved = {}
+    for recomputes in (False, True):
+        folder = tmp_path / str(recomputes)
+        trainer = SDPOTrainer(args=config(folder, activation_checkpointing=recomputes, **changes))
+        trainer.train()
+        saved[recomputes] = trainer.model.state_dict()
+    for name, expected in saved[False].items():
+        assert torch.allclose(saved[True][name], expected, rtol=1e-5, atol=1e-7), name
+
+
 def test_a_run_without_the_routers_loss_takes_a_config_that_asks_for_it(tmp_path: Path):
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
     model = save_model(tmp_path / "model", family="mixtral", **options)
